@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.files import FILE_FAULTS, in_words, remedy, write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Handover, from_fields, to_fields
-from archipelago.islands.inner import require_sound
-from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.heartbeat import Totals
-from archipelago.islands.sync.recovery import Newcomer, StateForPeer, encode
-from archipelago.islands.worker import Island
+from archipelago.islands.sync.participant import Participant
+from archipelago.islands.sync.recovery import StateForPeer, encode
 
 #: The file in the island's folder: a line of JSON, and the payload of a handover.
 FILE = "optimizer.state"
@@ -36,9 +33,10 @@ log = logging.getLogger(__name__)
 OwnState = tuple[StateForPeer, Totals]
 
 
-def taken(island: Island) -> OwnState:
+def taken(island: Participant) -> OwnState:
     """Return the present state of an island. This costs a copy of the optimiser's state on the device."""
-    state = StateForPeer(f"{island.name}/{island.incarnation}", island.optimizer_leaves(), island.ledger.global_step)
+    leaves = island.optimizer.copies() if island.optimizer.copies is not None else None
+    state = StateForPeer(f"{island.name}/{island.incarnation}", leaves or (), island.ledger.global_step)
     return state, Totals(island.totals.steps, island.totals.tokens)
 
 
@@ -76,12 +74,12 @@ class IslandStore:
         else:
             self._trouble = ""
 
-    def on_marker(self, island: Island) -> None:
+    def on_marker(self, island: Participant) -> None:
         """Write the state in the background, unless the last one is still being written."""
         if self._job is None or self._job.done():
             self._job = self._pool.submit(self.save, taken(island))
 
-    def finish(self, island: Island) -> None:
+    def finish(self, island: Participant) -> None:
         """Write the last state, on leaving."""
         if self._job is not None:
             self._job.result()
@@ -94,7 +92,7 @@ class IslandStore:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def restore(self, island: Island) -> bool:
+    def restore(self, island: Participant) -> bool:
         """Restore the island's optimiser state and totals. Return False if there is nothing that can be used."""
         try:
             if self._bucket is not None and not self.path.exists() and FILE in self._bucket.names():
@@ -110,7 +108,8 @@ class IslandStore:
                 log.warning("no optimiser state from %s: it belongs to another run", self.path)
                 return False
             totals = Totals(*map(int, about["totals"]))
-            state = _decoded(island, from_fields(Handover, about["handover"]), payload)
+            decode = island.optimizer.decode
+            state = decode(from_fields(Handover, about["handover"]), payload) if decode is not None else None
         except FILE_FAULTS as error:
             log.warning("no optimiser state from %s: %s", self.path, in_words(error))
             return False
@@ -120,24 +119,3 @@ class IslandStore:
 
     def _run(self) -> dict[str, Any]:
         return {"run": self.manifest.run, "uid": self.manifest.uid, "tree": self.manifest.tree_digest}
-
-
-def _decoded(island: Island, handover: Handover, payload: bytes) -> Any:
-    """Return the optimiser state in a payload. Raises WireError for state that is not sound, or of another model."""
-    check = partial(require_sound, bounds=island.moment_bounds)
-    return decode_tree(handover, payload, island.computation.optimizer_like(), check)
-
-
-class Rejoin(Newcomer):
-    """The start of one incarnation of our worker. Call `ask` before its first heartbeat, and `complete` later."""
-
-    island: Island
-
-    def complete(self, store: IslandStore | None = None) -> None:
-        """Take the inner optimiser's state of a peer, else the own one on a disk, else begin with fresh state."""
-        received = self.received(partial(_decoded, self.island))
-        if received is not None:
-            self.island.use_optimizer(received.optimizer, f"peer {received.handover.giver}")
-        elif store is not None:
-            store.restore(self.island)
-        self.count_earlier()

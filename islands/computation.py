@@ -5,23 +5,27 @@ An island over several hosts does this in each of its processes, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.codecs import Vector
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.inner import InnerState, InnerSteps
+from archipelago.broker.messages import Handover
+from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, moment_bounds, require_sound
 from archipelago.islands.models.interface import Params
+from archipelago.islands.own_loop.parameters import decode_state, state_digest
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.replica import Replica
 
 
 class Computation:
-    """The arrays of an island, and everything that is computed with them.
+    """The arrays of an island, and everything that is computed with them: parameters, optimiser, inner steps.
 
     Attributes:
         inner: Parameters and the inner optimiser's state.
@@ -36,6 +40,7 @@ class Computation:
         steps: InnerSteps,
         fresh: Callable[[Params], InnerState],
         placement: Placement | None = None,
+        bounds: MomentBounds | None = None,
     ) -> None:
         """Note what the run is, and how it is computed.
 
@@ -44,11 +49,20 @@ class Computation:
             steps: The compiled inner steps.
             fresh: Returns the first state of the inner optimiser for parameters.
             placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
+            bounds: The bounds on the moments of peers; those of the run's config by default.
         """
         self.steps, self.placement = steps, placement
-        self.replica = Replica(manifest, placement.templates if placement is not None else None, donates=True)
+        self.replica = self._new_replica(manifest)
         self.inner: InnerState
         self._fresh, self._length = fresh, manifest.config.inner.steps
+        self._check = partial(require_sound, bounds=bounds or moment_bounds(manifest.config.inner))
+
+    def _new_replica(self, manifest: Manifest) -> Replica:
+        return Replica(manifest, self._templates, donates=True)
+
+    @property
+    def _templates(self) -> Mapping[str, jax.ShapeDtypeStruct] | None:
+        return None if self.placement is None else self.placement.templates
 
     def begin(self, vectors: Sequence[Vector]) -> None:
         """Start from one vector of each fragment, with fresh inner optimiser state."""
@@ -89,13 +103,42 @@ class Computation:
     def _scalar(self, value: int) -> jax.Array:
         return jax.device_put(np.int32(value)) if self.placement is None else self.placement.scalar(value)
 
-    def measure(self, fragment: int, codec: str) -> Parts:
-        """Return the fragment's outer gradient."""
-        return self.replica.measure(fragment, self.inner.params, codec)
+    # -- the parameters, as a membership keeps them -------------------------------------------------------------------
 
-    def adopt(self, fragment: int, new_N: Vector) -> None:
-        """Adopt a fragment's snapshot."""
-        self.inner = self.inner._replace(params=self.replica.adopt(fragment, self.inner.params, new_N))
+    def named(self) -> Params:
+        """Return the parameters by name."""
+        return self.inner.params
+
+    def replace(self, named: Mapping[str, Any]) -> None:
+        """Replace the parameters. The inner optimiser's state stays."""
+        self.inner = self.inner._replace(params=dict(named))
+
+    def are_there(self) -> bool:
+        """Return True: each step leaves new parameters."""
+        return True
+
+    def require_frozen(self) -> None:
+        """Do nothing: what a task does not train is a constant of its program."""
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the tensors with NaN or infinity; none on several hosts, which would all have to look."""
+        if jax.process_count() > 1:
+            return []
+        return [name for name, leaf in self.inner.params.items() if not bool(jnp.isfinite(leaf).all())]
+
+    # -- the state of the inner optimiser -----------------------------------------------------------------------------
+
+    def copies(self) -> list[Any]:
+        """Return the digest of the state's layout and copies of its arrays."""
+        return [state_digest(self.inner.optimizer), *self.optimizer_leaves()]
+
+    def decode(self, handover: Handover, payload: bytes) -> Any:
+        """Return the state that a peer sent. Raises WireError if it does not fit, or no steps can produce it."""
+        return decode_state(handover, payload, self.optimizer_like(), self._check)
+
+    def use(self, state: Any) -> None:
+        """Go on with the state of a peer."""
+        self.use_optimizer(jax.tree.leaves(state))
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays."""

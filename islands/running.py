@@ -26,6 +26,7 @@ from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
 from archipelago.islands.own_loop.session import island_name
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.recovery import Newcomer
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -82,7 +83,7 @@ def run_named(
     if leader is not None:
         leader.assemble(manifest, awaited.seconds, stopped)
 
-    from archipelago.islands.checkpoint import IslandStore, Rejoin
+    from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.prepared import prepared_for
     from archipelago.islands.turn_log import TurnLog
     from archipelago.islands.worker import train
@@ -108,7 +109,7 @@ def run_named(
         leader.island = island
     joined = time.process_time() - began
     del arrivals  # another copy of the model
-    rejoin = Rejoin(transport, island)
+    rejoin = Newcomer(transport, island)
     rejoin.ask()
     island.beat("joining")
     if registry is not None:

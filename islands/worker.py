@@ -10,24 +10,25 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 
-from archipelago.broker.codecs import Parts
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
+from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin
 from archipelago.islands.models.interface import Params
 from archipelago.islands.placement import Placement
-from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host, Participant
+from archipelago.islands.sync.recovery import OptimizerAccess
 from archipelago.islands.turn_log import Pacer, TurnLog
+
+#: Our worker leaves after so many losses in a row that are not finite.
+DIVERGED_MAX = 3
 
 
 class Island(Participant):
@@ -64,60 +65,39 @@ class Island(Participant):
             computes: Makes the computation, which an island over several hosts shares with the others.
         """
         fresh = first_state or partial(begin, manifest.config.inner)
-        self.moment_bounds = bounds or moment_bounds(manifest.config.inner)
         self._has_own_optimizer = first_state is not None
-        self.computation = computes(manifest, steps, fresh, placement)
-        self.computation.begin([arrival.params_N for arrival in arrivals])
-        host = jax_host(clock, placement)
-        super().__init__(name, manifest, link, self.computation.replica, arrivals, host, clock, incarnation)
+        self.computation = own = computes(manifest, steps, fresh, placement, bounds)
+        own.begin([arrival.params_N for arrival in arrivals])
+        super().__init__(
+            name, manifest, link, own.replica, own, arrivals, jax_host(clock, placement),
+            OptimizerAccess(own.copies, own.decode, own.use), clock, incarnation,
+            ranges=batches, on_marker=on_marker and partial(on_marker, self), diverged_max=DIVERGED_MAX,
+        )  # fmt: skip
         self.batches = batches
         self.scan_steps = scan_steps
         self.pacer = Pacer()
-        self._on_marker = on_marker
         self._in_flight: jax.Array | None = None
-        self._stepped_at = clock()
 
     def warm_up(self) -> None:
         """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later."""
         self.beat("joining")
         self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
-        self._stepped_at = self.clock()
-
-    # -- the two halves of the loop -----------------------------------------------------------------------------------
-
-    def boundary(self) -> None:
-        """Process received events, adopt snapshots and send contributions, without waiting for anything.
-
-        Raises:
-            DivergedError: The newest losses are not finite.
-        """
-        super().boundary()
-        self.link.leases.hold(self.batches.held())
-        self.beat("training")
 
     def advance(self) -> None:
         """Dispatch `scan_steps` inner steps. The device works on them during the next boundary."""
         n = self.scan_steps
         batch = self.batches.next(n)
-        tokens = self.batches.tokens
-        self.tokens_per_step = tokens / n
-        is_held = self.is_held
         # This is noted first, because on a CPU the call below may do the arithmetic itself.
         self.pacer.dispatched(n, self.clock())
         schedule_step = min(self.ledger.global_step, self.run_steps)  # constant from then on
-        losses_n = self.computation.step(batch, schedule_step, self.run_steps)
-        self.stepped(n, tokens, is_held=is_held)
+        losses_n, earlier = self.computation.step(batch, schedule_step, self.run_steps), self._in_flight
         # One call may be in flight. This keeps the device busy, and still measures the time of steps.
-        if self._in_flight is not None:
-            self.losses.add(self._in_flight.block_until_ready())
+        if earlier is not None:
+            earlier.block_until_ready()
             if delay := self.pacer.delay_seconds(self.clock()):
                 time.sleep(delay)
         self._in_flight = losses_n
-        now = self.clock()
-        self.speed.stepped(n, now - self._stepped_at)
-        self._stepped_at = now
-
-    # -- its computation ----------------------------------------------------------------------------------------------
+        self.count(n, self.batches.tokens, earlier)
 
     @property
     def inner(self) -> InnerState:
@@ -128,53 +108,12 @@ class Island(Participant):
     def inner(self, state: InnerState) -> None:
         self.computation.inner = state
 
-    # -- what an island of ours adds to a participant -----------------------------------------------------------------
-
-    @property
-    def params(self) -> Tensors:
-        """The parameters by name."""
-        return self.inner.params
-
-    def set_params(self, params: Tensors) -> None:
-        """Replace the parameters. The inner optimiser's state stays."""
-        self.inner = self.inner._replace(params=params)
-
-    def measured(self, fragment: int, codec: str) -> Parts:
-        """Return the fragment's outer gradient."""
-        return self.computation.measure(fragment, codec)
-
-    def take_over(self, arrival: Arrival) -> None:
-        """Adopt a fragment."""
-        self.computation.adopt(arrival.snapshot.fragment, arrival.params_N)
-
-    def positions(self) -> Sequence[object]:
-        """Return how far each leased range was read."""
-        return self.batches.positions()
-
-    def forget_ranges(self, ranges: frozenset[str]) -> None:
-        """Give up the leases of these ranges."""
-        self.batches.forget(ranges)
-
-    def optimizer_leaves(self) -> list[Any]:
-        """Return copies of the inner optimiser's arrays."""
-        return self.computation.optimizer_leaves()
-
-    def reached_marker(self, number: int) -> None:
-        """Take a checkpoint."""
-        if self._on_marker is not None:
-            self._on_marker(self, number)
-
     @property
     def learning_rate(self) -> float:
         """The present inner learning rate; NaN for a task with an optimiser of its own."""
         if self._has_own_optimizer:
             return math.nan
         return dataclasses.replace(self.config.inner, steps=self.run_steps).rate_at(self.ledger.global_step)
-
-    def use_optimizer(self, state: Any, origin: str) -> None:
-        """Use a peer's inner optimiser state, or this island's own, instead of fresh moments."""
-        self.computation.use_optimizer(jax.tree.leaves(state))
-        self.moments = origin
 
 
 def jax_host(clock: Callable[[], float], placement: Placement | None = None) -> Host:

@@ -6,17 +6,19 @@ the run, such as batches and snapshots, comes with the leader's messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.hosts.messages import Frame, unfit
-from archipelago.islands.sync.arrays import put
+from archipelago.islands.sync.arrays import Tensors, put
+from archipelago.islands.sync.replica import Replica
 
 
 class SharedComputation(Computation):
@@ -46,12 +48,33 @@ def _placed(values: Sequence[Any], like: Any) -> list[Any]:
     return [put(np.asarray(value), own.sharding) for value, own in zip(values, jax.tree.leaves(like), strict=True)]
 
 
+class LeadingReplica(Replica):
+    """The replica in the leader's process. It measures and adopts in all processes."""
+
+    def __init__(self, leader: HostLeader, *about: Any, **more: Any) -> None:
+        super().__init__(*about, **more)
+        self._leader = leader
+
+    def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
+        """Measure a fragment in all processes. The leader has the encoded bytes."""
+        self._leader.tell("measure", (fragment, codec))
+        return super().measure(fragment, tensors, codec)
+
+    def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector) -> Tensors:
+        """Adopt a fragment's snapshot in all processes."""
+        self._leader.tell("adopt", (fragment,), [new_N])
+        return super().adopt(fragment, tensors, new_N)
+
+
 class LeadingComputation(SharedComputation):
     """The computation in the leader's process."""
 
     def __init__(self, leader: HostLeader, *about: Any) -> None:
-        super().__init__(*about)
         self._leader = leader
+        super().__init__(*about)
+
+    def _new_replica(self, manifest: Manifest) -> Replica:
+        return LeadingReplica(self._leader, manifest, self._templates, donates=True)
 
     def begin(self, vectors: Sequence[Vector]) -> None:
         """Start from one vector of each fragment, in all processes."""
@@ -67,16 +90,6 @@ class LeadingComputation(SharedComputation):
         """Compile in all processes."""
         self._leader.tell("try", (length,), jax.tree.leaves(batches_n))
         super().try_steps(batches_n, length)
-
-    def measure(self, fragment: int, codec: str) -> Parts:
-        """Measure a fragment in all processes. The leader has the encoded bytes."""
-        self._leader.tell("measure", (fragment, codec))
-        return super().measure(fragment, codec)
-
-    def adopt(self, fragment: int, new_N: Vector) -> None:
-        """Adopt a fragment's snapshot in all processes."""
-        self._leader.tell("adopt", (fragment,), [new_N])
-        super().adopt(fragment, new_N)
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays, which all processes gather."""
@@ -106,12 +119,18 @@ def follow(next_frame: Callable[[], Frame], computation: SharedComputation, samp
     def batches(frame: Frame) -> Any:
         return jax.tree.unflatten(structure, frame.arrays)
 
+    def measure(fragment: int, codec: str) -> None:
+        computation.replica.measure(fragment, computation.named(), codec)
+
+    def adopt(fragment: int, new_N: Vector) -> None:
+        computation.replace(computation.replica.adopt(fragment, computation.named(), new_N))
+
     doings: dict[str, Callable[[Frame], Any]] = {
         "begin": lambda frame: computation.begin(frame.arrays),
         "try": lambda frame: computation.try_steps(batches(frame), frame.number(0)),
         "step": lambda frame: computation.step(batches(frame), frame.number(0), frame.number(1)),
-        "measure": lambda frame: computation.measure(frame.number(0), frame.text(1)),
-        "adopt": lambda frame: computation.adopt(frame.number(0), frame.arrays[0]),
+        "measure": lambda frame: measure(frame.number(0), frame.text(1)),
+        "adopt": lambda frame: adopt(frame.number(0), frame.arrays[0]),
         "give": lambda frame: computation.optimizer_leaves(),
         "take": lambda frame: computation.use_optimizer(frame.arrays),
     }

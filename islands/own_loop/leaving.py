@@ -12,7 +12,7 @@ import threading
 from types import FrameType
 
 from archipelago.broker.errors import ConfigError, DivergedError
-from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.sync.participant import Participant
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class StopSignal:
         self.has_arrived = True
 
 
-def frozen_fault(loop: OwnLoop) -> ConfigError | None:
+def frozen_fault(loop: Participant) -> ConfigError | None:
     """Return the error that the parameters are not those of the run any more, before the newest progress is sent."""
     try:
         if loop.parameters.are_there():
@@ -84,7 +84,7 @@ def frozen_fault(loop: OwnLoop) -> ConfigError | None:
     return None
 
 
-def leave_cleanly(loop: OwnLoop) -> None:
+def leave_cleanly(loop: Participant) -> None:
     """Send all progress and leave. Parameters that went into a later step are not there any more."""
     if loop.parameters.are_there():
         loop.end()
@@ -94,7 +94,7 @@ def leave_cleanly(loop: OwnLoop) -> None:
     log.info("left after %s steps, %s tokens", loop.totals.steps, f"{loop.totals.tokens:,}")
 
 
-def leave_after(loop: OwnLoop, error: BaseException) -> None:
+def leave_after(loop: Participant, error: BaseException) -> None:
     """Say why the island leaves, and send nothing more, because its parameters may be broken."""
     reason = error.what if isinstance(error, DivergedError) else f"{type(error).__name__}: {error}"
     log.warning("leaves without sending its newest progress: %s", reason)

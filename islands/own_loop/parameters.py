@@ -160,11 +160,7 @@ class LoopState:
         None if a step has taken them already, or the script's function fails: training goes on without a handover.
         """
         try:
-            state = self._newest()
-            leaves = [leaf for leaf in jax.tree.leaves(state) if _travels(leaf)]
-            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-                return None
-            return [_digest(state), *map(_copy, leaves)]
+            return state_copies(self._newest())
         except Exception as error:  # noqa: BLE001 - the function is the user's, and no peer needs the state to train
             log.warning(
                 "the optimiser's state cannot be given to a newcomer: `state` raised %s: %s",
@@ -174,18 +170,40 @@ class LoopState:
 
     def decode(self, handover: Handover, payload: bytes) -> State:
         """Return the state that a peer sent, in the shardings of this loop's. Raises WireError if it does not fit."""
-        own_state = self._newest()
-        leaves, structure = jax.tree.flatten(own_state)
-        places = [place for place, leaf in enumerate(leaves) if _travels(leaf)]
-        found = recovery.decode(handover, payload, [leaves[place] for place in places], _digest(own_state))
-        for place, values in zip(places, found, strict=True):
-            leaves[place] = put_like(leaves[place], values)
-        state = jax.tree.unflatten(structure, leaves)
-        _require_sound(state)
-        return state
+        return decode_state(handover, payload, self._newest(), _require_sound)
 
 
-def _digest(state: State) -> NDArray[np.uint8]:
+def state_copies(state: State) -> list[Any] | None:
+    """Return the digest of a state's layout and copies of its arrays; None if a step has taken some of them."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if _travels(leaf)]
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        return None
+    return [state_digest(state), *map(_copy, leaves)]
+
+
+def decode_state(handover: Handover, payload: bytes, own: State, check: Callable[[State, State], None]) -> State:
+    """Return the state in a payload, on the devices of the island's own, whatever those of the peer are.
+
+    Args:
+        handover: The message that announces the payload.
+        payload: What a peer sent.
+        own: The island's own state.
+        check: Raises WireError for a state that is not sound. Takes the state and `own`.
+
+    Raises:
+        WireError: The payload does not fit the announcement or the island's own state, or it is not sound.
+    """
+    leaves, structure = jax.tree.flatten(own)
+    places = [place for place, leaf in enumerate(leaves) if _travels(leaf)]
+    found = recovery.decode(handover, payload, [leaves[place] for place in places], state_digest(own))
+    sent = dict(zip(places, found, strict=True))
+    # In the host's memory, where checking compiles nothing.
+    check(jax.tree.unflatten(structure, [sent.get(place, leaf) for place, leaf in enumerate(leaves)]), own)
+    placed = (put_like(leaf, sent[place]) if place in sent else leaf for place, leaf in enumerate(leaves))
+    return jax.tree.unflatten(structure, placed)
+
+
+def state_digest(state: State) -> NDArray[np.uint8]:
     """Return the digest of the names, shapes and dtypes of the arrays that travel."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(state)
     return recovery.layout_digest(
@@ -207,7 +225,7 @@ def _travels(leaf: Any) -> bool:
     return is_number and dtype.itemsize <= WIDTH_MAX and getattr(dtype, "kind", "") != "m"
 
 
-def _require_sound(state: State) -> None:
+def _require_sound(state: State, own: State) -> None:
     """Raise WireError for second moments and counts that no optimiser of optax makes."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         names = {str(getattr(key, "name", "")) for key in path}

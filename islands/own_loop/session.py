@@ -31,13 +31,13 @@ from archipelago.broker.process import (
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import whole
+from archipelago.islands.own_loop.arguments import checked_counts, require_loss
 from archipelago.islands.own_loop.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
-from archipelago.islands.own_loop.loop import OwnLoop, checked_counts, require_loss
 from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.participant import Host
-from archipelago.islands.sync.recovery import Newcomer
+from archipelago.islands.sync.participant import Host, Participant
+from archipelago.islands.sync.recovery import Newcomer, OptimizerAccess
 from archipelago.islands.turn_log import MeasuredTurns
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Session(ABC):
         self._thread = 0
         self._stop = StopSignal()
         self._transport: RedisTransport | None = None
-        self._loop: OwnLoop | None = None
+        self._loop: Participant | None = None
         self._measured: MeasuredTurns | None = None
         self._has_left = False
         #: Whether a `sync` was interrupted, so that a fragment may be adopted in part.
@@ -156,20 +156,20 @@ class Session(ABC):
         link = Link(transport, manifest, f"{name}/{self._incarnation}", ())
         arrivals = awaited(link.join)
         replica = self._place(manifest, [arrival.params_N for arrival in arrivals])
-        self._loop = loop = OwnLoop(
-            name, manifest, link, replica, self._parameters, arrivals, self._host(link.clock),
-            self._state_copies if self._gives_state else None, link.clock, self._incarnation,
+        takes = self._state is not None and self._state.can_travel
+        optimizer = OptimizerAccess(
+            self._state_copies if self._gives_state else None, self._state.decode if takes else None, self._use_state
+        )
+        self._loop = loop = Participant(
+            name, manifest, link, replica, self._parameters, arrivals, self._host(link.clock), optimizer, link.clock,
+            self._incarnation,
         )  # fmt: skip
         newcomer = Newcomer(transport, loop)
-        state = self._state if self._state is not None and self._state.can_travel else None
-        newcomer.ask(wants_state=state is not None)
+        newcomer.ask()
         loop.beat("joining")
         link.pumps.start()
         self._warm_up()
-        if state is not None and (received := newcomer.received(state.decode)) is not None:
-            self._use_state(received.optimizer)
-            loop.moments = f"peer {received.handover.giver}"
-        newcomer.count_earlier()
+        newcomer.complete()
         self._thread = threading.get_ident()
         self._stop.watch()
         log.info(
@@ -225,7 +225,7 @@ class Session(ABC):
         """End a script that does not look at `finished` at its second `sync` after SIGTERM."""
         self._stop.require_heard(self._stop.has_arrived)
 
-    def _require_joined(self) -> OwnLoop:
+    def _require_joined(self) -> Participant:
         """Return the loop. Raise ConfigError (`loop.left`, `loop.other-thread`) where it must not be used."""
         if self._loop is None or self._has_left:
             raise ConfigError(

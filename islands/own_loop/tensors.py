@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from archipelago.broker.errors import ConfigError, DivergedError, MismatchError
+from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.manifest import Manifest, Tensor, TensorKind
 
 #: From the name of a tensor to its kind.
@@ -89,22 +89,6 @@ def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:
-    """Return the error (`loop.not-finite`) for parameters with NaN or infinity.
-
-    Args:
-        found: The names of those with NaN or infinity; empty if they cannot be read any more.
-        candidates: The names of those that may have it.
-    """
-    where = f"the tensor {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:NAMED_MAX])}"
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return DivergedError(
-        f"{where}{more} holds NaN or infinity, which is never sent",
-        "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
-        code="loop.not-finite",
-    )
 
 
 #: From the name of a tensor to whether it is trained.

@@ -1,6 +1,6 @@
 """Adopt rules: combine an arriving snapshot with the island's own parameters. Each rule is one pure function.
 
-`AnyReplica` is what applies them, in the framework of the loop.
+`AnyReplica` is what applies them to `Parameters`, in the framework of the loop.
 
 A rule works on each element by itself. It sees three float32 arrays, of a fragment's N elements or of one tensor: the
 snapshot's parameters, the island's own parameters, and the reference from which the next contribution is measured (the
@@ -11,10 +11,13 @@ To add a rule, write the function, register it in `RULES` and name it in `AdoptC
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from archipelago.broker.codecs import Parts, Vector
+from archipelago.islands.sync.connection.outbox import Draft
 
 #: A vector of any framework.
 Array = Any
@@ -67,3 +70,38 @@ class AnyReplica(Protocol):
 
     def adopt(self, fragment: int, params: Any, new_N: Vector) -> Any:
         """Return the parameters after a fragment's snapshot was adopted."""
+
+
+class Parameters(Protocol):
+    """The parameters of a loop, by the names of the run's tensors."""
+
+    def named(self) -> Mapping[str, Any]:
+        """Return the present parameters by name. Raises ConfigError if they are not those of the run."""
+
+    def replace(self, named: Mapping[str, Any]) -> None:
+        """Replace the parameters between two steps."""
+
+    def are_there(self) -> bool:
+        """Return whether the parameters can be read. Those that were given to a later step cannot."""
+
+    def require_frozen(self) -> None:
+        """Raise ConfigError (`loop.frozen-changed`) if a tensor that is not trained has changed. This may wait."""
+
+    def not_finite(self) -> list[str]:
+        """Return the names of those with NaN or infinity. This waits for the device."""
+
+
+#: The exponent of a bfloat16 number. All its bits are set in NaN and in infinity.
+_EXPONENT = np.uint16(0x7F80)
+
+
+def is_sound(draft: Draft) -> bool:
+    """Return whether no value of a contribution is NaN or infinite.
+
+    The first array of every codec holds either the numbers themselves, as float32 or the bits of bfloat16, or the
+    scales of its blocks as the bits of bfloat16. A block with a NaN or an infinity has the scale NaN.
+    """
+    first = np.asarray(draft.parts[0])
+    if first.dtype == np.uint16:
+        return not bool(np.any((first & _EXPONENT) == _EXPONENT))
+    return bool(np.all(np.isfinite(first)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from archipelago.broker.manifest import Tensor
-from archipelago.broker.messages import Handover
-from archipelago.islands.sync import recovery
 
 #: Arrays by tensor name.
 Tensors = dict[str, jax.Array]
@@ -194,22 +192,3 @@ def put_like(own: Any, values: np.ndarray[Any, Any]) -> Any:
     if isinstance(own, jax.Array):
         return jax.device_put(values.copy(), own.sharding if own.committed else None, may_alias=False)
     return values.copy() if isinstance(own, np.ndarray) else values[()]
-
-
-def decode_tree(handover: Handover, payload: bytes, like: Any, check: Callable[[Any, Any], None]) -> Any:
-    """Return the tree of optimiser state in a payload.
-
-    Args:
-        handover: The message that announces the payload.
-        payload: What a peer sent.
-        like: State with the expected tree, shapes and dtypes. The state comes to its devices, whatever those of the
-            peer are.
-        check: Raises WireError for state that is not sound. Takes the state and `like`.
-
-    Raises:
-        WireError: The payload does not fit the announcement or the model, or it is not sound.
-    """
-    leaves, tree = jax.tree.flatten(like)
-    found = recovery.decode(handover, payload, leaves)
-    check(jax.tree.unflatten(tree, found), like)  # in the host's memory, where checking compiles nothing
-    return jax.tree.unflatten(tree, map(put_like, leaves, found))

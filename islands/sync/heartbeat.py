@@ -51,7 +51,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         bytes_up=link.channels.bytes_up,
         bytes_down=link.channels.bytes_down,
         link=link.pumps.trouble or link.serving.in_words or link.uplink.in_words(island.stretch) or "ok",
-        data=" ".join(map(str, island.positions())),
+        data=island.positions,
         moments=island.moments,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
@@ -77,15 +77,38 @@ SMOOTHING = 0.9
 LOSSES_KEPT = 256
 
 
+#: A loop that does not sync for this long is not waited for, unless its calls usually take so long.
+STALL_SECONDS = 60.0
+#: A loop whose calls are far apart has not stopped before this many of them.
+STALL_CALLS = 20
+
+
 @dataclass
 class Speed:
-    """A moving average of the seconds that an inner step takes."""
+    """Moving averages of the seconds that an inner step takes, and that are between two calls without pauses."""
 
     step_seconds: float = 0.0
+    call_seconds: float = 0.0
+    _long_call: tuple[int, float] = (1, 0.0)  # the steps and seconds of the last call, if it was a long one
 
-    def stepped(self, steps: int, seconds: float) -> None:
-        """Record that `steps` inner steps took `seconds`."""
+    def called(self, steps: int, seconds: float) -> None:
+        """Note the time of a call. A pause says nothing about the speed, but a loop whose calls are all long has one.
+
+        A long call counts if the one before it was long as well, and then as the faster of both, because the first step
+        of a loop compiles.
+        """
+        before, self._long_call = self._long_call, (steps, seconds if seconds > STALL_SECONDS else 0.0)
+        if self._long_call[1]:
+            if not before[1]:
+                return
+            steps, seconds = min(before, self._long_call, key=lambda call: call[1] / call[0])
         self.step_seconds = averaged(self.step_seconds, seconds / steps, SMOOTHING)
+        self.call_seconds = averaged(self.call_seconds, seconds, SMOOTHING)
+
+    @property
+    def stall_seconds(self) -> float:
+        """A loop that does not sync for so long has stopped."""
+        return max(STALL_SECONDS, STALL_CALLS * self.call_seconds)
 
 
 @dataclass

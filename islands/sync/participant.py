@@ -1,7 +1,7 @@
 """One island of one run, for any training loop: what the loop does between two steps, and how it leaves.
 
 It knows the island's ledger, link and replica, and no model, no data and no optimiser. It does not import JAX: the
-replica, which measures and adopts the parameters, belongs to the framework of the loop.
+parameters, and the replica that measures and adopts them, belong to the framework of the loop.
 """
 
 from __future__ import annotations
@@ -9,32 +9,29 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from archipelago.broker.codecs import Parts, codec
+from archipelago.broker.codecs import codec
 from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
-from archipelago.islands.sync.adoption import AnyReplica
+from archipelago.islands.sync.adoption import AnyReplica, Parameters, is_sound
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import averaged
 from archipelago.islands.sync.heartbeat import SMOOTHING, Losses, MemoryMeter, Speed, Totals, heartbeat
 from archipelago.islands.sync.ledger import Ledger
-from archipelago.islands.sync.recovery import StateForPeer
+from archipelago.islands.sync.recovery import OptimizerAccess, StateForPeer
 
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
 #: At the end of the run, an island waits this long for the merger to merge its last contributions.
 MERGED_SECONDS = 10.0
-#: An island leaves after this many losses in a row that are not finite. Some optimisers skip a step that fails.
-DIVERGED_MAX = 3
 #: An island that no merger serves leaves after as many steps as the run has, and no sooner than after this time.
 STRANDED_SECONDS = 60.0
 
@@ -49,17 +46,29 @@ class Host:
     memory: MemoryMeter
 
 
-class Participant(ABC):
-    """One island of one run. The loop calls `boundary` and `stepped` in turn, then `leave`.
+class Ranges(Protocol):
+    """The leased ranges of the run's text that a loop reads."""
+
+    def positions(self) -> Sequence[object]:
+        """Return how far each leased range was read."""
+
+    def held(self) -> list[str]:
+        """Return the ranges in `positions()`."""
+
+    def forget(self, ranges: Collection[str]) -> None:
+        """Forget leases that have ended or were lost."""
+
+
+class Participant:
+    """One island of one run. The loop calls `turn` after its steps, then `leave`.
 
     Attributes:
         moments: The origin of the inner optimiser's state, in words.
         stretch: The steps of a contribution as a share of the run's interval (a moving average).
         tokens_per_step: The tokens of an inner step, for display.
-        diverged_max: The island leaves after this many losses in a row that are not finite.
+        run_steps: The length of the run for the learning rate's schedule. It follows the operator's at the next
+            boundary.
     """
-
-    diverged_max = DIVERGED_MAX
 
     def __init__(
         self,
@@ -67,10 +76,16 @@ class Participant(ABC):
         manifest: Manifest,
         link: Link,
         replica: AnyReplica,
+        parameters: Parameters,
         arrivals: Sequence[Arrival],
         host: Host,
+        optimizer: OptimizerAccess | None = None,
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
+        *,
+        ranges: Ranges | None = None,
+        on_marker: Callable[[int], None] | None = None,
+        diverged_max: int = 1,
     ) -> None:
         """Begin from published snapshots, which the replica has taken already.
 
@@ -79,68 +94,39 @@ class Participant(ABC):
             manifest: The run.
             link: The connection to the broker.
             replica: Measures and adopts the parameters.
+            parameters: The parameters of the loop.
             arrivals: One snapshot of every fragment.
             host: The machine.
+            optimizer: The state of the loop's optimiser. Without it, no peer gives such state or gets it.
             clock: Monotonic seconds.
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
+            ranges: The ranges of the run's text that the loop reads, if any.
+            on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
+            diverged_max: The island leaves after this many losses in a row that are not finite. Some optimisers skip a
+                step that fails.
         """
         config = manifest.config
         self.name, self.manifest, self.config = name, manifest, config
         self.link, self.clock, self.host = link, clock, host
+        self.parameters, self.optimizer = parameters, optimizer or OptimizerAccess()
         self.incarnation = incarnation or uuid.uuid4().hex[:8]
         self.ledger = Ledger(name, self.incarnation, manifest.shard_layout, config.sync.interval, config.sync.window)
         self.speed, self.losses, self.totals = Speed(), Losses(), Totals()
         for arrival in arrivals:
             self.ledger.adopted(arrival.snapshot, keeps_progress=False)
         self.moments = "fresh"
-        self.stretch = 0.0
+        self.stretch = self.tokens_per_step = 0.0
+        self.run_steps = config.inner.steps
+        link.gives_state = self.optimizer.copies is not None
+        link.stall_seconds = self.speed.stall_seconds
+        self._replica, self._ranges, self._on_marker, self._diverged_max = replica, ranges, on_marker, diverged_max
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
         self._unserved_steps = 0
         self._marker = 0  # the last checkpoint that a merger has announced
-        self.tokens_per_step = float(config.tokens_per_step)
-        #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
-        self.run_steps = config.inner.steps
-        self._measures = replica
         self._arrivals: dict[int, Arrival] = {}  # those that arrived, until they are adopted
         self._has_joined = False
-
-    # -- what a loop provides -----------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def params(self) -> Any:
-        """All parameters, as the loop's replica takes them."""
-
-    @abstractmethod
-    def set_params(self, params: Any) -> None:
-        """Replace all parameters, between two steps."""
-
-    def measured(self, fragment: int, codec: str) -> Parts:
-        """Return what the island sends of a fragment, as the codec's parts."""
-        return self._measures.measure(fragment, self.params, codec)
-
-    def take_over(self, arrival: Arrival) -> None:
-        """Adopt the parameters of a snapshot."""
-        self.set_params(self._measures.adopt(arrival.snapshot.fragment, self.params, arrival.params_N))
-
-    def positions(self) -> Sequence[object]:
-        """Return the positions in the run's corpus; none by default."""
-        return ()
-
-    def forget_ranges(self, ranges: frozenset[str]) -> None:  # noqa: B027 - a loop without our data has none
-        """Give up the leases of these ranges."""
-
-    def optimizer_leaves(self) -> Sequence[Any] | None:
-        """Return copies of the inner optimiser's arrays for a newcomer; None if the loop keeps them to itself."""
-        return None
-
-    @property
-    def draft_check(self) -> Callable[[Draft], bool] | None:
-        """A check of contributions before they are sent; None leaves that to the merger."""
-        return None
-
-    def reached_marker(self, number: int) -> None:  # noqa: B027 - a loop need not take checkpoints
-        """Take the island's part of the merger's checkpoint of that number."""
+        self._turned_at = clock()
+        self._checked = (0, 0)  # how many contributions and steps there were when parameters were checked last
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -169,20 +155,61 @@ class Participant(ABC):
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
-    def boundary(self) -> None:
-        """Process received events, adopt snapshots and send contributions, without waiting for anything.
+    def begin(self) -> None:
+        """Let the first step begin now. What came before it, such as compilation, is not a part of its time."""
+        self._turned_at = self.clock()
+        self.beat("training")
+
+    def turn(self, steps: int, tokens: int, loss: Any) -> None:
+        """Count steps, adopt what has arrived and send what is due.
+
+        It waits for the device only if nothing was sent for an interval, to look whether the parameters are finite.
+
+        Args:
+            steps: Inner steps since the last call.
+            tokens: Their tokens.
+            loss: Their mean loss: a number, an array that a device may still compute, or None.
 
         Raises:
-            DivergedError: The newest losses are not finite.
+            DivergedError: The loss or a parameter is not finite.
+            ConfigError: The parameters are not those of the run.
+        """
+        self.count(steps, tokens, loss)
+        self.boundary()
+
+    def count(self, steps: int, tokens: int, loss: Any) -> None:
+        """Count steps of the loop, as the first half of `turn`. While the schedule is held, its clock stands still."""
+        self.ledger.stepped(steps, tokens, is_held=self.is_held)
+        self._unserved_steps = self._unserved_steps + steps if self.link.serving.is_served is False else 0
+        self.totals.steps += steps
+        self.totals.tokens += tokens
+        now = self.clock()
+        self.speed.called(steps, now - self._turned_at)
+        self._turned_at, self.link.stall_seconds = now, self.speed.stall_seconds
+        self.tokens_per_step = averaged(self.tokens_per_step, tokens / steps, SMOOTHING)
+        if loss is not None:
+            self.losses.add(loss)
+
+    def boundary(self) -> None:
+        """Process received events, adopt snapshots and send contributions, as the second half of `turn`.
+
+        Raises:
+            DivergedError: The newest losses or the parameters are not finite.
         """
         if self.link.pumps.failure is not None:
             raise self.link.pumps.failure
         self._require_finite_loss()
+        self.require_sound()
         self.run_steps = self.link.run_steps
         self._process_news()
         blocked = self.link.channels.blocked_shards()  # a longer queue stretches the interval
         while (number := self.ledger.due(blocked)) is not None:
             self._send(number, farewell=False)
+        if self._is_check_due() and (found := self.parameters.not_finite()):
+            raise not_finite(found, found)
+        if self._ranges is not None:
+            self.link.leases.hold(self._ranges.held())
+        self.beat("training")
 
     def _process_news(self) -> None:
         news = self.link.take()
@@ -191,13 +218,13 @@ class Participant(ABC):
                 case Resume():
                     self.ledger.resumed(shard, event.round, self.link.channels[shard].outbox.unresolved_rounds())
                 case Marker(number=number):  # of each shard, at the same number
-                    if number > self._marker:
-                        self.reached_marker(number)
+                    if number > self._marker and self._on_marker is not None:
+                        self._on_marker(number)
                     self._marker = number
                 case _:
                     self.ledger.heard(event)
-        if news.lost_ranges:
-            self.forget_ranges(news.lost_ranges)
+        if news.lost_ranges and self._ranges is not None:
+            self._ranges.forget(news.lost_ranges)
         for who in news.asked_by:
             self._hand_over(who)
         self._arrivals |= {arrival.snapshot.fragment: arrival for arrival in news.arrivals}
@@ -207,19 +234,26 @@ class Participant(ABC):
 
     def _require_finite_loss(self) -> None:
         self.losses.read()
-        if self.losses.diverged >= self.diverged_max:
+        if self.losses.diverged >= self._diverged_max:
             raise DivergedError(
                 f"The loss of {self.name} is not finite",
                 "Start the island again: it takes the run's parameters and fresh optimiser state. If all islands end "
                 "this way, use a lower learning rate (--inner.learning-rate of a new run).",
             )
 
-    def stepped(self, steps: int, tokens: int, *, is_held: bool) -> None:
-        """Count inner steps. While the schedule is held, its clock stands still."""
-        self.ledger.stepped(steps, tokens, is_held=is_held)
-        self._unserved_steps = self._unserved_steps + steps if self.link.serving.is_served is False else 0
-        self.totals.steps += steps
-        self.totals.tokens += tokens
+    def require_sound(self) -> None:
+        """Raise the error that names a tensor, if a contribution was not sent because it was not finite."""
+        if self.link.channels.unsound:
+            found = self.parameters.not_finite() if self.parameters.are_there() else []
+            raise not_finite(found, self.manifest.fragments[self.link.channels.unsound[0]])
+
+    def _is_check_due(self) -> bool:
+        """Return whether nothing was sent for an interval, as without a merger. What is sent is checked then."""
+        sent, steps = self._checked
+        is_due = sent == self.sequence and self.totals.steps - steps >= self.config.sync.interval
+        if is_due or sent != self.sequence:
+            self._checked = self.sequence, self.totals.steps
+        return is_due
 
     def adopt(self, arrival: Arrival) -> None:
         """Adopt a snapshot between two inner steps, unless the island holds this version already.
@@ -229,11 +263,17 @@ class Participant(ABC):
         snapshot = arrival.snapshot
         if snapshot.version == self.ledger.counts[snapshot.fragment].version:
             return
-        self.take_over(arrival)
-        self.ledger.adopted(snapshot, self._measures.rule.keeps_progress)
+        self.parameters.replace(self._replica.adopt(snapshot.fragment, self.parameters.named(), arrival.params_N))
+        self.ledger.adopted(snapshot, self._replica.rule.keeps_progress)
+
+    def use_optimizer(self, state: Any, origin: str) -> None:
+        """Use a peer's inner optimiser state, or this island's own, instead of fresh moments."""
+        if self.optimizer.use is not None:
+            self.optimizer.use(state)
+            self.moments = origin
 
     def _hand_over(self, who: str) -> None:
-        leaves = self.optimizer_leaves()
+        leaves = self.optimizer.copies() if self.optimizer.copies is not None else None
         if leaves is not None:
             self.link.hand_over(StateForPeer(who, leaves, self.ledger.global_step))
 
@@ -256,12 +296,17 @@ class Participant(ABC):
             step_seconds=self.speed.step_seconds,
             farewell=farewell,
             codec=name,
-            data=" ".join(map(str, self.positions())),
+            data=self.positions,
         )
-        parts = self.measured(p, name)
-        self.link.send(Draft(header, parts, self.manifest.sizes[p], self.draft_check))
+        parts = self._replica.measure(p, self.parameters.named(), name)
+        self.link.send(Draft(header, parts, self.manifest.sizes[p], is_sound))
         self._sequences[shard] += 1
         self.ledger.sent(number)
+
+    @property
+    def positions(self) -> str:
+        """How far each leased range of the text was read."""
+        return "" if self._ranges is None else " ".join(map(str, self._ranges.positions()))
 
     @property
     def sequence(self) -> int:
@@ -345,3 +390,19 @@ class Participant(ABC):
         self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
         self.beat(state)  # wakes the thread that sends the note
         return self.link.drain(seconds)
+
+
+def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:
+    """Return the error (`loop.not-finite`) for parameters with NaN or infinity.
+
+    Args:
+        found: The names of those with NaN or infinity; empty if they cannot be read any more.
+        candidates: The names of those that may have it.
+    """
+    where = f"the tensor {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:4])}"
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return DivergedError(
+        f"{where}{more} holds NaN or infinity, which is never sent",
+        "Start the island again: it takes the run's parameters. If that repeats, lower the learning rate.",
+        code="loop.not-finite",
+    )

@@ -1,8 +1,8 @@
 """Inner optimiser state for a newcomer, handed over by a peer through Redis while the giver trains (the paper's E.3).
 
 Parameters always come from the merger; a fresh island lacks only optimiser state. The giver copies its state on its
-device between two steps, and another thread sends the copy. It is sent in full precision. In users' loops, a digest of
-the layout comes first, because the state of another optimiser may have as many bytes.
+device between two steps, and another thread sends the copy. It is sent in full precision. A digest of the layout comes
+first, because the state of another optimiser may have as many bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import zstandard
@@ -72,6 +72,21 @@ class StateForPeer:
 
 
 @dataclass(frozen=True)
+class OptimizerAccess:
+    """The state of a loop's inner optimiser, as a membership gives and takes it.
+
+    Attributes:
+        copies: Returns copies of its arrays, or None if they are not there now. Without it, the island gives no state.
+        decode: Reads the state from a peer's answer. Without it, no peer is asked.
+        use: Goes on with such a state.
+    """
+
+    copies: Callable[[], Sequence[Any] | None] | None = None
+    decode: Decode | None = None
+    use: Callable[[State], None] | None = None
+
+
+@dataclass(frozen=True)
 class Received:
     """Inner optimiser state from a peer."""
 
@@ -93,22 +108,19 @@ def layout_digest(layout: Iterable[tuple[str, Sequence[int], str]]) -> NDArray[n
     return np.frombuffer(hashlib.sha256(json.dumps(listed).encode()).digest()[:16], np.uint8)
 
 
-def decode(
-    handover: Handover, payload: bytes, like: Sequence[Any], layout: NDArray[np.uint8] | None = None
-) -> list[NDArray[Any]]:
+def decode(handover: Handover, payload: bytes, like: Sequence[Any], layout: NDArray[np.uint8]) -> list[NDArray[Any]]:
     """Return the arrays in a payload.
 
     Args:
         handover: The message that announces the payload.
         payload: What a peer sent.
         like: Arrays of the expected shapes and dtypes.
-        layout: The digest of the layout that must come before them, which users' loops send.
+        layout: The digest of the layout that must come before them.
 
     Raises:
         WireError: The payload does not fit the announcement or the model, or a value is not finite.
     """
-    if layout is not None:
-        like = [layout, *like]
+    like = [layout, *like]
     if len(payload) != handover.bytes or not is_digest(handover.digest, payload):
         raise WireError("the peer's optimiser state is not the announced one", code="handover.unsound")
     expected = sum(leaf.nbytes for leaf in like)
@@ -125,8 +137,6 @@ def decode(
             raise WireError("NaN or infinity in the peer's optimiser state", code="handover.unsound")
         out.append(values)
         start += leaf.nbytes
-    if layout is None:
-        return out
     if out[0].tobytes() != layout.tobytes():
         raise WireError("the peer's optimiser state is of another optimiser or model", code="handover.shape")
     return out[1:]
@@ -151,8 +161,15 @@ def peers(presences: list[Presence], name: str) -> list[str]:
 TOTAL_MAX = 1 << 60
 
 
+class OwnStore(Protocol):
+    """Where an island keeps a state of its own."""
+
+    def restore(self, island: Participant) -> bool:
+        """Restore the island's optimiser state and totals. Return False if there is nothing that can be used."""
+
+
 class Newcomer:
-    """The start of one incarnation. Call `ask` before its first heartbeat, and the rest after compilation."""
+    """The start of one incarnation. Call `ask` before its first heartbeat, and `complete` after compilation."""
 
     def __init__(
         self,
@@ -166,7 +183,7 @@ class Newcomer:
         Args:
             transport: The connection to the broker.
             island: The island.
-            seconds: How long `received` waits for a peer's answer.
+            seconds: How long `complete` waits for a peer's answer.
             pause: Sleeps for some seconds.
         """
         self.transport, self.island = transport, island
@@ -184,6 +201,7 @@ class Newcomer:
         island = self.island
         try:
             presences = self.transport.reader.presences()
+            wants_state = wants_state and island.optimizer.decode is not None
             if wants_state and island.ledger.global_step and peers(presences, island.name):
                 self.transport.island.request_state(self.who)
                 self._asked = True
@@ -195,10 +213,23 @@ class Newcomer:
                 # Anyone may have written this heartbeat. Larger totals could not be reported any more.
                 self._before = Totals(min(beat.steps, TOTAL_MAX), min(beat.tokens, TOTAL_MAX))
 
-    def received(self, decode: Decode) -> Received | None:
+    def complete(self, store: OwnStore | None = None) -> None:
+        """Take the inner optimiser's state of a peer, else the own one of a store, else begin with fresh state.
+
+        The totals of earlier incarnations go on. What they did and lost was trained, too.
+        """
+        island = self.island
+        if (received := self._received()) is not None:
+            island.use_optimizer(received.optimizer, f"peer {received.handover.giver}")
+        elif store is not None:
+            store.restore(island)
+        totals, before = island.totals, self._before
+        totals.steps, totals.tokens = max(totals.steps, before.steps), max(totals.tokens, before.tokens)
+
+    def _received(self) -> Received | None:
         """Wait for a peer's state if one was asked, and return it; None if there is none that can be used."""
         try:
-            return self.wait(decode) if self._asked else None
+            return self.wait(self.island.optimizer.decode) if self._asked and self.island.optimizer.decode else None
         except (BrokerError, WireError) as error:
             log.warning("no optimiser state from a peer: %s", error.what)
             return None
@@ -255,8 +286,3 @@ class Newcomer:
             return None
         finally:
             broker.withdraw_request(self.who)
-
-    def count_earlier(self) -> None:
-        """Continue the totals of earlier incarnations. What they did and lost was trained, too."""
-        totals = self.island.totals
-        totals.steps, totals.tokens = max(totals.steps, self._before.steps), max(totals.tokens, self._before.tokens)

@@ -23,12 +23,12 @@ from archipelago.islands.data.ranges import gather
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import DENSE
-from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.pytorch.host import torch_host
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.participant import Participant
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
@@ -96,7 +96,7 @@ class LlamaTraining:
 Train = Callable[[int], tuple[int, float]]
 
 
-class TorchIsland(OwnLoop):
+class TorchIsland(Participant):
     """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary` and `advance` in turn.
 
     Attributes:
@@ -133,11 +133,6 @@ class TorchIsland(OwnLoop):
         host = torch_host(parameters.device, clock)
         super().__init__(name, manifest, link, replica, parameters, arrivals, host, None, clock, incarnation)
         self._train = train
-
-    def boundary(self) -> None:
-        """Adopt what has arrived, and send what is due."""
-        super().boundary()
-        self.beat("training")
 
     def advance(self) -> None:
         """Make one training step."""

@@ -20,10 +20,11 @@ from archipelago.broker.transport import (
     ReaderTransport,
     Transport,
 )
-from archipelago.islands.checkpoint import IslandStore, Rejoin
+from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.workload import Workload
@@ -152,13 +153,13 @@ class VirtualRun:
         work, seed = self._others.get(name, self._work), self.manifest.config.seed
         supply = work.supply(TaskRun(name, self._born, seed, link))
         island = self.new_island(name, work, supply, link, arrivals, incarnation)
-        rejoin = Rejoin(transport, island, seconds=0.0)
+        rejoin = Newcomer(transport, island, seconds=0.0)
         return self.begin(island, rejoin, step_seconds, asks_peers=moments == "peer")
 
     def begin(
         self,
         island: Island,
-        rejoin: Rejoin,
+        rejoin: Newcomer,
         step_seconds: float,
         *,
         asks_peers: bool = False,

@@ -12,8 +12,8 @@ from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunErr
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import refusal
-from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.sync.connection.outbox import KEPT_MIN
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.main import MergerOptions
@@ -164,7 +164,7 @@ def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> N
         lost.describe(island)
         discarded += lost.accounts().tokens_unsent
         island = lost.island(incarnation=f"y{number}", silent=True)
-        rejoin = Rejoin(lost.connect(), island)
+        rejoin = Newcomer(lost.connect(), island)
         rejoin.ask(wants_state=False)
         rejoin.complete()
         island.beat("joining")

@@ -12,8 +12,9 @@ from pathlib import Path
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import Transport
-from archipelago.islands.checkpoint import IslandStore, Rejoin, taken
+from archipelago.islands.checkpoint import IslandStore, taken
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
@@ -60,7 +61,7 @@ class CheckpointedRun(VirtualRun):
             name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation=f"v{self._born}",
             on_marker=lambda island, number: store.save(taken(island)),
         )  # fmt: skip
-        return self.begin(island, Rejoin(transport, island, seconds=0.0), step_seconds, store=store)
+        return self.begin(island, Newcomer(transport, island, seconds=0.0), step_seconds, store=store)
 
     def finish(self) -> None:
         """Play to the end, until everything is merged, and check that each contribution was merged once."""

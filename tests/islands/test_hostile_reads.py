@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness import tiny
@@ -116,7 +116,7 @@ def test_a_starting_island_ends_at_most_with_a_sentence(attacks: list[Any]) -> N
         island = island_of(transport)
     except (BrokerError, WireError):
         return
-    rejoin = Rejoin(transport, island, seconds=0.0, pause=lambda seconds: None)
+    rejoin = Newcomer(transport, island, seconds=0.0, pause=lambda seconds: None)
     island.ledger.global_step = 5
     rejoin.ask()
     rejoin.complete()

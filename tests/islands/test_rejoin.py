@@ -13,9 +13,10 @@ import pytest
 
 from archipelago.broker.codecs import Vector, body_of, codec
 from archipelago.broker.errors import UnreachableError
-from archipelago.islands.checkpoint import IslandStore, Rejoin, taken
+from archipelago.islands.checkpoint import IslandStore, taken
 from archipelago.islands.inner import begin
 from archipelago.islands.sync.connection.outbox import Draft
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness import tiny
@@ -43,7 +44,9 @@ def bits(vectors: list[Vector]) -> list[bytes]:
     return [vector_N.tobytes() for vector_N in vectors]
 
 
-def returning(run: TinyRun, name: str = "new", meanwhile: Callable[[], object] = lambda: None) -> tuple[Island, Rejoin]:
+def returning(
+    run: TinyRun, name: str = "new", meanwhile: Callable[[], object] = lambda: None
+) -> tuple[Island, Newcomer]:
     """Return an island that has asked its peers. `meanwhile` is called at each pause of its wait."""
     island = run.island(name, "z", silent=True)
     pauses = itertools.count()
@@ -54,7 +57,7 @@ def returning(run: TinyRun, name: str = "new", meanwhile: Callable[[], object] =
         island.link.pump()
         meanwhile()
 
-    rejoin = Rejoin(run.connect(), island, pause=pause)
+    rejoin = Newcomer(run.connect(), island, pause=pause)
     rejoin.ask()
     island.beat("joining")
     island.link.pump()

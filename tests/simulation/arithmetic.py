@@ -56,7 +56,12 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 def install() -> None:
     """Replace JAX in this process for good. Only call this in a process that does nothing else."""
-    for module in (archipelago.islands.sync.arrays, archipelago.islands.sync.replica, archipelago.merger.outer):
+    for module in (
+        archipelago.islands.computation,
+        archipelago.islands.sync.arrays,
+        archipelago.islands.sync.replica,
+        archipelago.merger.outer,
+    ):
         _replace(module, jnp=np)
     host = SimpleNamespace(
         Array=jax.Array,
@@ -65,6 +70,7 @@ def install() -> None:
         device_get=_put,
         devices=jax.devices,
         local_devices=jax.local_devices,
+        process_count=jax.process_count,
         tree=jax.tree,
         jit=lambda f, **_: f,
     )

@@ -16,7 +16,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.islands.checkpoint import IslandStore, OwnState
 from archipelago.islands.sync.heartbeat import Totals
-from archipelago.islands.worker import Island
+from archipelago.islands.sync.participant import Participant
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.record import Recorder, Round
 from archipelago.merger.storage import MergerFolder
@@ -150,10 +150,10 @@ class IslandDisk(IslandStore):
             self._disk[self.manifest.uid] = own
             self._fail("island checkpoint.after")
 
-    def restore(self, island: Island) -> bool:
+    def restore(self, island: Participant) -> bool:
         if self.manifest.uid not in self._disk:
             return False
         state, totals = self._disk[self.manifest.uid]
-        island.computation.use_optimizer([np.copy(leaf) for leaf in state.leaves])
-        island.moments, island.totals = "own checkpoint", Totals(totals.steps, totals.tokens)
+        island.use_optimizer([np.copy(leaf) for leaf in state.leaves[1:]], "own checkpoint")
+        island.totals = Totals(totals.steps, totals.tokens)
         return True

@@ -8,12 +8,12 @@ import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
 from archipelago.broker.shards.transport import of_shard, whole
-from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.data.batches import Batches, Shard
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
@@ -140,7 +140,7 @@ class IslandProcess(Process):
             on_marker=lambda island, _: self.store.on_marker(island),
         )
         self._observe(simulation, link, batches)
-        rejoin = Rejoin(self.connection, self.island, seconds=2.0, pause=self._wait)
+        rejoin = Newcomer(self.connection, self.island, seconds=2.0, pause=self._wait)
         rejoin.ask()
         self.island.beat("joining")
         self._pump()

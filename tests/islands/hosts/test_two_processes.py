@@ -49,4 +49,4 @@ def test_two_processes_train_as_one_device_and_restore_their_checkpoints(tmp_pat
     island = run.island(ONE)
     run.play(island, STEPS)
     found_N = np.frombuffer((tmp_path / "moments.bytes").read_bytes(), np.float32)
-    np.testing.assert_allclose(found_N, flat(island.optimizer_leaves()), atol=2e-4)
+    np.testing.assert_allclose(found_N, flat(island.computation.optimizer_leaves()), atol=2e-4)

@@ -32,12 +32,12 @@ from archipelago.broker.config import (
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import first_snapshots
 from archipelago.islands.own_loop.session import Session
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.heartbeat import MemoryMeter, MemoryUse
-from archipelago.islands.sync.participant import Host
+from archipelago.islands.sync.participant import Host, Participant
+from archipelago.islands.sync.recovery import OptimizerAccess
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
@@ -125,8 +125,17 @@ class LoopIsland(ABC):
         arrivals = self.link.join()
         begin([arrival.params_N for arrival in arrivals])
         host = Host("test", MemoryMeter(run.clock, MemoryUse))
-        self.loop = OwnLoop(
-            name, run.manifest, self.link, replica, parameters, arrivals, host, optimizer_leaves, run.clock, "x"
+        self.loop = Participant(
+            name,
+            run.manifest,
+            self.link,
+            replica,
+            parameters,
+            arrivals,
+            host,
+            OptimizerAccess(optimizer_leaves),
+            run.clock,
+            "x",
         )
         self.loop.begin()
         self.link.pump()
@@ -173,7 +182,7 @@ class Script(ABC):
         self.session.__exit__(kind, error, trace)
 
     @property
-    def loop(self) -> OwnLoop:
+    def loop(self) -> Participant:
         """The loop of a script that has joined."""
         assert self.session._loop is not None
         return self.session._loop

@@ -17,9 +17,9 @@ from archipelago.broker.codecs import CODECS
 from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.presence import LIVE_SECONDS
-from archipelago.islands.own_loop import loop as own_loop
-from archipelago.islands.own_loop.loop import is_sound
+from archipelago.islands.sync.adoption import is_sound
 from archipelago.islands.sync.arrays import at_home
+from archipelago.islands.sync.heartbeat import STALL_SECONDS
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland
 from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, trained, tree
@@ -118,7 +118,7 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back(
     island, other = run.island("a"), run.island("b")
     for each in (island, other):
         each.train(4)
-    for _ in range(int(own_loop.STALL_SECONDS + LIVE_SECONDS + 5)):
+    for _ in range(int(STALL_SECONDS + LIVE_SECONDS + 5)):
         island.link.pump()  # its threads live, and its loop does not sync
         other.train()
     assert run.merger.live == {"b"}
@@ -130,7 +130,7 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back(
     assert run.merger.live == {"a", "b"}
     require_close_versions(island, other)
     assert run.transport.reader.books().merged > before
-    assert island.loop.speed.step_seconds < own_loop.STALL_SECONDS
+    assert island.loop.speed.step_seconds < STALL_SECONDS
 
 
 # -- loops in JAX ---------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from archipelago.broker.messages import Handover
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import begin, moment_bounds, require_sound
 from archipelago.islands.models.registry import Params
+from archipelago.islands.own_loop.parameters import decode_state, state_copies, state_digest
 from archipelago.islands.sync import recovery
-from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.recovery import Newcomer, StateForPeer, encode
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
@@ -48,8 +48,8 @@ def trained(steps: int = 3) -> Any:
 
 
 STATE, LIKE = trained(), begin(tiny.CONFIG.inner, fresh()).optimizer
-SIZE = sum(leaf.nbytes for leaf in jax.tree.leaves(LIKE))
-HANDOVER, PAYLOAD = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 40), "a/x")
+SIZE = 16 + sum(leaf.nbytes for leaf in jax.tree.leaves(LIKE))
+HANDOVER, PAYLOAD = encode(StateForPeer("new/z", state_copies(STATE) or (), 40), "a/x")
 
 
 def announced(payload: bytes) -> Handover:
@@ -62,7 +62,7 @@ def compressed(raw: bytes) -> bytes:
 
 
 def raw(state: Any) -> bytes:
-    return b"".join(tiny.leaf_bytes(state))
+    return b"".join([state_digest(state).tobytes(), *tiny.leaf_bytes(state)])
 
 
 # -- encode and decode ----------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def raw(state: Any) -> bytes:
 
 def test_the_state_is_decoded_bit_for_bit() -> None:
     assert raw(STATE) != raw(LIKE)
-    found = decode_tree(HANDOVER, PAYLOAD, LIKE, require_sound)
+    found = decode_state(HANDOVER, PAYLOAD, LIKE, require_sound)
     assert tiny.leaf_bytes(found) == tiny.leaf_bytes(STATE)
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
     assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(LIKE)]
@@ -99,10 +99,10 @@ MALFORMED = {
 def test_malformed_state_is_refused() -> None:
     for what, (payload, code) in MALFORMED.items():
         with failing(WireError, code):
-            pytest.fail(f"{what}: {decode_tree(announced(payload), payload, LIKE, require_sound)}")
+            pytest.fail(f"{what}: {decode_state(announced(payload), payload, LIKE, require_sound)}")
     for payload in (PAYLOAD[:-1] + b"?", PAYLOAD + b"?"):
         with failing(WireError, "handover.unsound"):
-            decode_tree(HANDOVER, payload, LIKE, require_sound)
+            decode_state(HANDOVER, payload, LIKE, require_sound)
 
 
 @settings(max_examples=examples(100))
@@ -111,7 +111,7 @@ def test_damaged_state_is_refused_or_finite_and_of_the_right_shape(flips: dict[i
     """A hostile peer can compute a valid digest of forged state."""
     payload = bytes(byte ^ flips.get(index, 0) for index, byte in enumerate(PAYLOAD))
     try:
-        found = decode_tree(announced(payload), payload, LIKE, require_sound)
+        found = decode_state(announced(payload), payload, LIKE, require_sound)
     except WireError:
         return
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
@@ -132,7 +132,7 @@ def test_a_decompression_bomb_takes_no_memory() -> None:
     """It declares its true size, or that of the state."""
     for payload in (compressed(bytes(1 << 26)), lying(SIZE, bytes(1 << 26))):
         with memory_below(1 << 20), pytest.raises(WireError):
-            decode_tree(announced(payload), payload, LIKE, require_sound)
+            decode_state(announced(payload), payload, LIKE, require_sound)
 
 
 # -- asking ---------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Waiting:
     def receive(self, transport: Any = None, seconds: float = 5.0) -> Any:
         island: Any = SimpleNamespace(name="new", incarnation="z", clock=self.clock, beat=self._beat)
         newcomer = Newcomer(transport or self.transport, island, seconds, self._pause)
-        return newcomer.wait(lambda about, payload: decode_tree(about, payload, LIKE, require_sound))
+        return newcomer.wait(lambda about, payload: decode_state(about, payload, LIKE, require_sound))
 
     def assert_withdrawn(self) -> None:
         run = self.broker.runs["sample"]
@@ -194,7 +194,7 @@ def test_after_a_useless_answer_or_silence_another_peer_is_asked(is_silent: bool
     """Such as the answer of a peer in another framework, or of one whose state went into a step."""
     new, promised = Waiting(), list[str]()
     useless = encode(StateForPeer("new/z", [np.zeros(3)], 40), "a/x")
-    right = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 40), "b/x")
+    right = encode(StateForPeer("new/z", state_copies(STATE) or (), 40), "b/x")
 
     def answer(number: int) -> None:
         for island in "ab":
@@ -239,7 +239,7 @@ def forged(state: Any, **changes: Any) -> tuple[Handover, bytes]:
     for name, change in changes.items():
         part = tree_get_all_with_path(state, name)[0][1]
         state = optax.tree_utils.tree_set(state, **{name: jax.tree.map(change, part)})
-    return encode(StateForPeer("b/y", jax.tree.leaves(state), 7), "a/x")
+    return encode(StateForPeer("b/y", state_copies(state) or (), 7), "a/x")
 
 
 def filled(value: float) -> Any:
@@ -262,13 +262,13 @@ def test_moments_that_no_steps_can_produce_are_refused() -> None:
     ]
     for changes in impossible:
         with failing(WireError, "handover.unsound"):
-            decode_tree(*forged(STATE, **changes), STATE, check)
+            decode_state(*forged(STATE, **changes), STATE, check)
     for name in ("nu", "count"):
         with failing(WireError, "handover.unsound"):
-            decode_tree(*forged(STATE, **{name: negative}), STATE, require_sound)
+            decode_state(*forged(STATE, **{name: negative}), STATE, require_sound)
     for name in ("nu", "count", "ns_coeffs"):
         with failing(WireError, "handover.unsound"):
-            decode_tree(*forged(muon_state(1), **{name: negative}), muon_state(1), require_sound)
+            decode_state(*forged(muon_state(1), **{name: negative}), muon_state(1), require_sound)
 
 
 def test_moments_of_real_steps_are_within_the_bounds() -> None:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.own_loop.tensors import require_same_tensors
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.task import Task, TaskFile
@@ -83,7 +83,7 @@ class TaskedRun(PlayedRun):
         arrivals = link.join()
         supply = work.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, link))
         island = work.island(name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation="x")
-        Rejoin(self.connect(), island, seconds=0.0).complete()
+        Newcomer(self.connect(), island, seconds=0.0).complete()
         island.beat("joining")
         link.offer([str(number) for number in range(SHARDS)])
         link.pump()

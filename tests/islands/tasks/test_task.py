@@ -68,8 +68,8 @@ def test_an_optimiser_of_optax_trains_and_is_handed_to_a_newcomer() -> None:
     one = run.island("a")
     run.play(one, 12)
     assert run.merger.rounds.closed > 2
-    assert all(np.isfinite(leaf).all() for leaf in one.optimizer_leaves())
-    assert any(np.any(leaf != 0) for leaf in one.optimizer_leaves())
+    assert all(np.isfinite(leaf).all() for leaf in one.computation.optimizer_leaves())
+    assert any(np.any(leaf != 0) for leaf in one.computation.optimizer_leaves())
     assert np.isnan(one.learning_rate)
 
 
@@ -84,7 +84,7 @@ def test_other_iterables_are_told_to_repeat_data(caplog: pytest.LogCaptureFixtur
 
 def test_an_evaluation_of_a_task_gives_its_loss() -> None:
     run = TaskedRun()
-    found = mean_of(Workload.of(run.file, run.manifest.config).require_evaluation()(run.island().params))
+    found = mean_of(Workload.of(run.file, run.manifest.config).require_evaluation()(run.island().inner.params))
     assert [*found] == pytest.approx([2.5 / np.log(2.0), 0.5])
 
 
