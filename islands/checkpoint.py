@@ -35,8 +35,8 @@ OwnState = tuple[StateForPeer, Totals]
 
 def taken(island: Participant) -> OwnState:
     """Return the present state of an island. This costs a copy of the optimiser's state on the device."""
-    leaves = island.optimizer.copies() if island.optimizer.copies is not None else None
-    state = StateForPeer(f"{island.name}/{island.incarnation}", leaves or (), island.ledger.global_step)
+    leaves = island.optimizer.present() or ()
+    state = StateForPeer(f"{island.name}/{island.incarnation}", leaves, island.ledger.global_step)
     return state, Totals(island.totals.steps, island.totals.tokens)
 
 

@@ -1,37 +1,38 @@
-"""The life of one island: connect, prepare, join, train, leave. Its metrics for Prometheus and its curves."""
+"""Our worker is a script like any other: it joins, makes steps and syncs, and leaves.
+
+Around that it has an own checkpoint, evaluations, metrics for Prometheus and curves.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
 import math
-import os
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.broker.control import require_welcome
 from archipelago.broker.files import make_untracked
-from archipelago.broker.manifest import loss_unit
+from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.metrics import Health, family
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
-from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
-from archipelago.islands.own_loop.session import island_name
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.recovery import Newcomer
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.membership import Membership, island_name
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from archipelago.broker.transport import IslandTransport
+    from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.evaluation import Evaluator
     from archipelago.islands.hosts.leader import HostLeader
     from archipelago.islands.prepared import PreparedIsland
@@ -49,7 +50,7 @@ def run_island(
     name = island_name(options.url, options.name, "--name")
     origin = options.log_as(name, options.run, island=name)
     require_valid(options)
-    summary = run_named(options, name, stopped, origin, prepared, leader)
+    summary = WorkerRun(options, name, stopped, origin, prepared, leader).train()
     if options.json:
         print_json(summary)
     if summary["state"] == "replaced":
@@ -58,100 +59,156 @@ def run_island(
     return options.stopped_status if summary["state"] == "left" and stopped() else 0
 
 
-def run_named(
-    options: IslandOptions,
-    name: str,
-    stopped: Callable[[], bool],
-    origin: Origin,
-    prepared: PreparedIsland | None = None,
-    leader: HostLeader | None = None,
-) -> dict[str, object]:
-    began = time.process_time() if prepared else 0.0  # the time before a standby's assignment does not count
-    awaited = options.patience(stopped)
-    health = Health()
-    registry = options.registry(health)
-    home = awaited(options.connect)
-    origin.run = home.run
-    folder = options.folder or Path("runs") / home.run / "islands" / name
-    manifest = awaited(home.reader.manifest)  # before JAX loads, so that a wrong name fails at once
-    transport = whole(home, manifest)
-    task = own_task(options, manifest)
-    # Before the island claims anything under that name.
-    require_welcome(awaited(transport.reader.control), name, manifest.run)
-    bucket = own_bucket(options, transport.run, name)
-    keep_compiled()
-    if leader is not None:
-        leader.assemble(manifest, awaited.seconds, stopped)
+class WorkerRun(Membership):
+    """The membership of our worker."""
 
-    from archipelago.islands.checkpoint import IslandStore
-    from archipelago.islands.prepared import prepared_for
-    from archipelago.islands.turn_log import TurnLog
-    from archipelago.islands.worker import train
+    _store: IslandStore
+    #: What the worker trains, and with which programs.
+    _prepared: PreparedIsland
+    _curves: CurveWriter | None = None
+    _evaluator: Evaluator | None = None
 
-    end_of_imports()
-    loaded = time.process_time() - began
-    with progress("opening the data and building the model"):
-        prepared = prepared_for(options, manifest, task, prepared)
-    if leader is not None:
-        prepared.share(leader)
-    with suppress(OSError):  # An island trains without checkpoints where it cannot write.
-        make_untracked(folder)
-    store = IslandStore(folder, manifest, bucket)
-    incarnation = uuid.uuid4().hex[:8]
-    link = Link(transport, manifest, f"{name}/{incarnation}", ())
-    with progress(f"downloading the {manifest.parameters:,} parameters"):
-        arrivals = awaited(link.join)
-    with progress("placing the parameters on the device"):
-        island = prepared.island(
-            name, incarnation, link, arrivals, options.scan_steps, lambda of, _: store.on_marker(of)
+    def __init__(
+        self,
+        options: IslandOptions,
+        name: str,
+        stopped: Callable[[], bool],
+        origin: Origin,
+        standby: PreparedIsland | None = None,
+        leader: HostLeader | None = None,
+    ) -> None:
+        """Note what to join.
+
+        Args:
+            options: The flags.
+            name: The name of this island.
+            stopped: Whether a signal has arrived.
+            origin: The origin of log lines, which takes the run's name.
+            standby: What a standby has prepared.
+            leader: The leader of the hosts, on several hosts.
+        """
+        # The time before a standby's assignment does not count.
+        self._times = [time.process_time() if standby else 0.0]
+        super().__init__(options.run or "", lambda: name, options.connect, options.patience(stopped))
+        self._options, self._stopped, self._origin = options, stopped, origin
+        self._standby, self._leader = standby, leader
+        self._health = Health()
+        self._registry = options.registry(self._health)
+        self._state = ""
+
+    def train(self) -> dict[str, object]:
+        """Join, train until the end of the run, a signal or the operator's request, and leave. Return a summary.
+
+        Raises:
+            DivergedError: The loss or the parameters are not finite. The island has announced its departure by then.
+            ConfigError: A part of the users' task failed; likewise.
+        """
+        with self as run:
+            stopped, island = self._health.watched(self._stopped, lambda: "training"), run.worker
+            while not (stopped() or run.finished):
+                run.sync(*island.make_steps())
+            self._health.leave()
+        if self._state == "replaced":
+            self._store.close()
+        else:
+            with progress("writing the last checkpoint"):
+                self._store.finish(self.worker)
+        parts = ("imports", "joining", "programs", "state")
+        seconds = (end - begin for begin, end in pairwise(self._times))
+        return _summary(self.worker, self._state) | {"start_seconds": dict(zip(parts, seconds, strict=True))}
+
+    def sync(self, steps: int, tokens: int, losses: object) -> None:
+        """Sync after some steps. It never waits for the run."""
+        self._turn(steps, tokens, losses)
+
+    @property
+    def worker(self) -> Island:
+        """The island, once it has joined."""
+        from archipelago.islands.worker import Island
+
+        assert isinstance(self._loop, Island)  # noqa: S101
+        return self._loop
+
+    # -- what our worker adds to a membership -------------------------------------------------------------------------
+
+    def _accept(self, transport: IslandTransport, manifest: Manifest, name: str) -> None:
+        """Load the task, the data and the programs. Raise MismatchError unless they are those of the run."""
+        options, self._origin.run = self._options, manifest.run
+        folder = options.folder or Path("runs") / manifest.run / "islands" / name
+        task = own_task(options, manifest)
+        bucket = own_bucket(options, manifest.run, name)
+        keep_compiled()
+        if self._leader is not None:
+            self._leader.assemble(manifest, self._awaited.seconds, self._stopped)
+
+        from archipelago.islands.checkpoint import IslandStore
+        from archipelago.islands.prepared import prepared_for
+
+        end_of_imports()
+        self._times.append(time.process_time())
+        with progress("opening the data and building the model"):
+            self._prepared = prepared_for(options, manifest, task, self._standby)
+        if self._leader is not None:
+            self._prepared.share(self._leader)
+        with suppress(OSError):  # An island trains without checkpoints where it cannot write.
+            make_untracked(folder)
+        self._store = IslandStore(folder, manifest, bucket)
+        self._curves = CurveWriter(options.event_file(folder), lambda: point(self.worker))
+
+    def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Island:
+        island = self._prepared.island(
+            name, self._incarnation, link, arrivals, self._options.scan_steps, lambda of, _: self._store.on_marker(of)
         )
-    if leader is not None:
-        leader.island = island
-    joined = time.process_time() - began
-    del arrivals  # another copy of the model
-    rejoin = Newcomer(transport, island)
-    rejoin.ask()
-    island.beat("joining")
-    if registry is not None:
-        registry.register(IslandCollector(island))
-    curves = CurveWriter(options.event_file(folder), lambda: point(island))
-    island.pacer.step_seconds_min = options.step_seconds_min
-    link.pumps.start()
-    evaluator = _evaluator(options, prepared, transport, link, curves)
-    with progress("compiling the inner steps"):
-        island.warm_up()
-    compiled = time.process_time() - began
-    with progress("taking the optimiser state"):
-        rejoin.complete(store)
-    curves.start()
-    ready = time.process_time() - began
-    log.info(
-        "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary, after %.1f s of processor time",
-        manifest.run, island.ledger.closed, island.host.device, island.moments, island.scan_steps, ready,
-        extra={"round": island.ledger.closed},
-    )  # fmt: skip
-    try:
-        watched = health.watched(stopped, lambda: "training")
-        state = train(island, watched, TurnLog.named_in(os.environ, incarnation))
-        health.leave()
-        if evaluator is not None:
-            evaluator.stop()
+        if self._leader is not None:
+            self._leader.island = island
+        if self._registry is not None:
+            self._registry.register(IslandCollector(island))
+        self._pacer = island.pacer
+        self._pacer.step_seconds_min = self._options.step_seconds_min
+        self._times.append(time.process_time())
+        return island
+
+    def _warm_up(self) -> None:
+        self._evaluator = self._evaluates()
+        self.worker.warm_up()
+        self._times.append(time.process_time())
+
+    def _join(self) -> None:
+        super()._join()
+        if self._curves is not None:
+            self._curves.start()
+        self._times.append(time.process_time())
+
+    def _evaluates(self) -> Evaluator | None:
+        """Start the evaluations of this island; None if it makes none."""
+        from archipelago.islands.evaluation import Evaluator
+
+        prepared, options, link = self._prepared, self._options, self.worker.link
+        evaluation = prepared.workload.evaluation() if options.evaluate_every else None
+        if evaluation is None:
+            return None
+        if not prepared.evaluates_here:
+            log.info("this island evaluates nothing, because no device of its leader holds the whole model")
+            return None
+        evaluator = Evaluator(
+            link.transport, prepared.manifest, link.who, evaluation, link.channels.all_held, options.evaluate_every,
+            self._curves, place=prepared.place,
+        )  # fmt: skip
+        evaluator.start()
+        return evaluator
+
+    def _end(self, state: str) -> None:
+        self._state = state
+        if self._evaluator is not None:
+            self._evaluator.stop()
             if state == "done":
                 with progress("evaluating the final parameters"):
-                    evaluator.finish(stopped)
-    finally:
-        link.pumps.stop()
-        curves.close()  # the last points matter most after a divergence
-    if state == "replaced":
-        store.close()
-    else:
-        with progress("writing the last checkpoint"):
-            store.finish(island)
-    log.info("%s after %s steps, %s tokens", state, island.totals.steps, f"{island.totals.tokens:,}")
-    seconds = {
-        "imports": loaded, "joining": joined - loaded, "programs": compiled - joined, "state": ready - compiled
-    }  # fmt: skip
-    return _summary(island, state) | {"start_seconds": seconds}
+                    self._evaluator.finish(self._stopped)
+
+    def _close(self) -> None:
+        super()._close()
+        if self._curves is not None:
+            self._curves.close()  # the last points matter most after a divergence
 
 
 def end_of_imports() -> None:
@@ -177,32 +234,6 @@ def _summary(island: Island, state: str) -> dict[str, object]:
         "bytes_up": link.channels.bytes_up,
         "bytes_down": link.channels.bytes_down,
     }
-
-
-def _evaluator(
-    options: IslandOptions, prepared: PreparedIsland, transport: IslandTransport, link: Link, curves: CurveWriter
-) -> Evaluator | None:
-    """Start the evaluations of this island; None if it makes none."""
-    from archipelago.islands.evaluation import Evaluator
-
-    evaluation = prepared.workload.evaluation() if options.evaluate_every else None
-    if evaluation is not None and not prepared.evaluates_here:
-        log.info("this island evaluates nothing, because no device of its leader holds the whole model")
-        return None
-    if evaluation is None:
-        return None
-    evaluator = Evaluator(
-        transport,
-        prepared.manifest,
-        link.who,
-        evaluation,
-        link.channels.all_held,
-        options.evaluate_every,
-        curves,
-        place=prepared.place,
-    )
-    evaluator.start()
-    return evaluator
 
 
 def point(island: Island) -> tuple[int, Mapping[str, float]] | None:

@@ -64,54 +64,6 @@ class TurnLog:
         return int(fields[1]) * 1e-9
 
 
-class MeasuredTurns:
-    """The turns of one script. Only the thread that joined may use it."""
-
-    def __init__(
-        self,
-        turn_log: TurnLog,
-        step_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """Begin with the first step.
-
-        Args:
-            turn_log: Receives one line for each `sync`.
-            step_seconds: The minimum duration of an inner step.
-            clock: Monotonic seconds.
-            sleep: Waits for that many seconds.
-        """
-        self._turn_log, self._step_seconds, self._clock, self._sleep = turn_log, step_seconds, clock, sleep
-        self._steps = 0
-        self._sync_seconds = 0.0
-        self._stepped_at = clock()
-
-    @classmethod
-    def asked_for(cls, environment: Mapping[str, str], incarnation: str) -> MeasuredTurns | None:
-        """Return what the environment asks for, if anything."""
-        turn_log = TurnLog.named_in(environment, incarnation)
-        return None if turn_log is None else cls(turn_log, float(environment.get(STEP_VARIABLE, "0")))
-
-    def stepped(self, steps: int) -> None:
-        """Log that the script has made steps, before any of them is sent. Wait first if they took too little time.
-
-        Args:
-            steps: The steps since the last call.
-        """
-        early = self._stepped_at + steps * self._step_seconds - self._clock()
-        if early > 0:
-            self._sleep(early)
-        self._stepped_at = self._clock()
-        self._steps += steps
-        # A device may have had work during the last `sync`, so its idle time is at most that of the call.
-        self._turn_log.turned(self._stepped_at, self._steps, self._sync_seconds)
-
-    def synced(self) -> None:
-        """Note that `sync` returns now."""
-        self._sync_seconds = self._clock() - self._stepped_at
-
-
 @dataclass
 class Pacer:
     """A minimum duration of our worker's steps: the clock of a simulated device, which is slower than the real one.
@@ -143,3 +95,59 @@ class Pacer:
         if now > self._before_at:  # the steps take longer than the minimum, so the next ones begin later
             self._done_at = max(self._done_at, now + self._steps * self.step_seconds_min)
         return max(0.0, self._before_at - now)
+
+
+class MeasuredTurns:
+    """The turns of one script. Only the thread that joined may use it."""
+
+    def __init__(
+        self,
+        turn_log: TurnLog,
+        step_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        pacer: Pacer | None = None,
+    ) -> None:
+        """Begin with the first step.
+
+        Args:
+            turn_log: Receives one line for each `sync`.
+            step_seconds: The minimum duration of an inner step.
+            clock: Monotonic seconds.
+            sleep: Waits for that many seconds.
+            pacer: Knows how long the device was idle, and sees to the duration of steps itself.
+        """
+        self._pacer = pacer
+        self._turn_log, self._step_seconds, self._clock, self._sleep = turn_log, step_seconds, clock, sleep
+        self._steps = 0
+        self._sync_seconds = 0.0
+        self._stepped_at = clock()
+
+    @classmethod
+    def asked_for(
+        cls, environment: Mapping[str, str], incarnation: str, pacer: Pacer | None = None
+    ) -> MeasuredTurns | None:
+        """Return what the environment asks for, if anything. With a pacer, steps have no other minimum duration."""
+        turn_log = TurnLog.named_in(environment, incarnation)
+        if turn_log is None:
+            return None
+        return cls(turn_log, 0.0 if pacer else float(environment.get(STEP_VARIABLE, "0")), pacer=pacer)
+
+    def stepped(self, steps: int) -> None:
+        """Log that the script has made steps, before any of them is sent. Wait first if they took too little time.
+
+        Args:
+            steps: The steps since the last call.
+        """
+        early = self._stepped_at + steps * self._step_seconds - self._clock()
+        if early > 0:
+            self._sleep(early)
+        self._stepped_at = self._clock()
+        self._steps += steps
+        # A device may have had work during the last `sync`, so its idle time is at most that of the call.
+        idle = self._sync_seconds if self._pacer is None else self._pacer.idle_seconds
+        self._turn_log.turned(self._stepped_at, self._steps, idle)
+
+    def synced(self) -> None:
+        """Note that `sync` returns now."""
+        self._sync_seconds = self._clock() - self._stepped_at

@@ -1,7 +1,4 @@
-"""Our worker: an island whose loop is ours, for our models and for users' tasks.
-
-Between two inner steps it adopts snapshots and sends.
-"""
+"""Our worker's training: inner steps of our models and of users' tasks, on leased ranges of the text."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 
-from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
@@ -25,14 +22,14 @@ from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
-from archipelago.islands.turn_log import Pacer, TurnLog
+from archipelago.islands.turn_log import Pacer
 
 #: Our worker leaves after so many losses in a row that are not finite.
 DIVERGED_MAX = 3
 
 
 class Island(Participant):
-    """One island of one run. The caller runs the loop: `boundary` and `advance` in turn, then `leave`."""
+    """An island whose steps are ours. Sync after `make_steps`, or call `boundary` and `advance` in turn."""
 
     def __init__(
         self,
@@ -83,8 +80,12 @@ class Island(Participant):
         self.beat("joining")
         self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
 
-    def advance(self) -> None:
-        """Dispatch `scan_steps` inner steps. The device works on them during the next boundary."""
+    def make_steps(self) -> tuple[int, int, Any]:
+        """Dispatch `scan_steps` inner steps, on which the device works during the next boundary.
+
+        Returns:
+            The number of steps, their tokens, and the losses of the steps before them, which have ended.
+        """
         n = self.scan_steps
         batch = self.batches.next(n)
         # This is noted first, because on a CPU the call below may do the arithmetic itself.
@@ -97,7 +98,11 @@ class Island(Participant):
             if delay := self.pacer.delay_seconds(self.clock()):
                 time.sleep(delay)
         self._in_flight = losses_n
-        self.count(n, self.batches.tokens, earlier)
+        return n, self.batches.tokens, earlier
+
+    def advance(self) -> None:
+        """Make steps and count them. The caller passes the boundary after them itself, as in virtual time."""
+        self.count(*self.make_steps())
 
     @property
     def inner(self) -> InnerState:
@@ -121,32 +126,3 @@ def jax_host(clock: Callable[[], float], placement: Placement | None = None) -> 
     accelerators = [device for device in jax.local_devices() if device.platform != "cpu"]
     device = jax.devices()[0].device_kind if placement is None else placement.device
     return Host(device[:200], MemoryMeter(clock, partial(measured, accelerators)))
-
-
-def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None = None) -> str:
-    """Train until the end of the run, a signal or the operator's request, then leave.
-
-    Args:
-        island: The island.
-        stopped: Whether a signal has arrived.
-        turn_log: Receives one line for each turn of the loop.
-
-    Returns:
-        `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
-
-    Raises:
-        DivergedError: The loss is no longer finite. The island has announced its departure by then.
-        ConfigError: A part of the users' task failed; likewise.
-    """
-    steps_before = island.totals.steps
-    while not (stopped() or island.finished or island.must_leave):
-        try:
-            island.boundary()
-            island.advance()
-        except (DivergedError, ConfigError) as error:
-            island.give_up("diverged" if isinstance(error, DivergedError) else "left", error.what)
-            raise
-        if turn_log is not None:
-            turn_log.turned(island.clock(), island.totals.steps - steps_before, island.pacer.idle_seconds)
-    state = island.end()
-    return "replaced" if island.link.is_replaced else state

@@ -26,13 +26,13 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.own_loop.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.own_loop.new_run import FirstValues, Frozen
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.joining import Joining, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica, Tell
 from archipelago.islands.pytorch.team import ProcessTeam, Said, Work, ranks_of
+from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,13 @@ To add a rule, write the function, register it in `RULES` and name it in `AdoptC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.errors import DivergedError
 from archipelago.islands.sync.connection.outbox import Draft
 
 #: A vector of any framework.
@@ -105,3 +106,19 @@ def is_sound(draft: Draft) -> bool:
     if first.dtype == np.uint16:
         return not bool(np.any((first & _EXPONENT) == _EXPONENT))
     return bool(np.all(np.isfinite(first)))
+
+
+def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:
+    """Return the error (`loop.not-finite`) for parameters with NaN or infinity.
+
+    Args:
+        found: The names of those with NaN or infinity; empty if they cannot be read any more.
+        candidates: The names of those that may have it.
+    """
+    where = f"the tensor {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:4])}"
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return DivergedError(
+        f"{where}{more} holds NaN or infinity, which is never sent",
+        "Start the island again: it takes the run's parameters. If that repeats, lower the learning rate.",
+        code="loop.not-finite",
+    )

@@ -19,7 +19,7 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
-from archipelago.islands.sync.adoption import AnyReplica, Parameters, is_sound
+from archipelago.islands.sync.adoption import AnyReplica, Parameters, is_sound, not_finite
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -273,8 +273,7 @@ class Participant:
             self.moments = origin
 
     def _hand_over(self, who: str) -> None:
-        leaves = self.optimizer.copies() if self.optimizer.copies is not None else None
-        if leaves is not None:
+        if (leaves := self.optimizer.present()) is not None:
             self.link.hand_over(StateForPeer(who, leaves, self.ledger.global_step))
 
     def _send(self, number: int, farewell: bool) -> None:
@@ -332,13 +331,17 @@ class Participant:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def end(self) -> str:
-        """Leave, and say in the log why, and what was lost. Return `done` at the end of the run, else `left`."""
+        """Leave, and say in the log why, and what was lost.
+
+        Returns:
+            `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
+        """
         state = "done" if self.finished else "left"
         if state == "left" and self.must_leave:
             log.warning("leaves: %s", self.leave_reason()[1])
         if not self.leave(state):
             log.warning("the broker did not take %s contributions", self.link.channels.backlog)
-        return state
+        return "replaced" if self.link.is_replaced else state
 
     def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
         """Send all progress and announce the departure. Return whether the broker received everything.
@@ -390,19 +393,3 @@ class Participant:
         self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
         self.beat(state)  # wakes the thread that sends the note
         return self.link.drain(seconds)
-
-
-def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:
-    """Return the error (`loop.not-finite`) for parameters with NaN or infinity.
-
-    Args:
-        found: The names of those with NaN or infinity; empty if they cannot be read any more.
-        candidates: The names of those that may have it.
-    """
-    where = f"the tensor {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:4])}"
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return DivergedError(
-        f"{where}{more} holds NaN or infinity, which is never sent",
-        "Start the island again: it takes the run's parameters. If that repeats, lower the learning rate.",
-        code="loop.not-finite",
-    )

@@ -85,6 +85,10 @@ class OptimizerAccess:
     decode: Decode | None = None
     use: Callable[[State], None] | None = None
 
+    def present(self) -> Sequence[Any] | None:
+        """Return copies of the arrays, if the island gives them and they are there now."""
+        return None if self.copies is None else self.copies()
+
 
 @dataclass(frozen=True)
 class Received:

@@ -71,7 +71,7 @@ class Stuttering(Intercepted):
         is_over = self.is_to_stop and self.calls["look"] > 2
         if is_over and name == "look":
             os.kill(os.getpid(), signal.SIGTERM)
-        if self.calls[name] == 1 or (is_over and name == "books"):
+        if (self.calls[name] == 1 and name != "close") or (is_over and name == "books"):
             raise UnreachableError("the connection was reset")
         return method(*args, **kwargs)
 

@@ -42,7 +42,7 @@ def transport(url: str) -> Iterator[RedisTransport]:
 
 def run(url: str, folder: Path) -> dict[str, object]:
     options = main.IslandOptions(url=url, run="demo", folder=folder, scan_steps=1)
-    return running.run_named(options, "oslo", lambda: False, Origin("oslo"))
+    return running.WorkerRun(options, "oslo", lambda: False, Origin("oslo")).train()
 
 
 def test_an_excluded_island_claims_nothing(url: str, transport: RedisTransport, tmp_path: Path) -> None:

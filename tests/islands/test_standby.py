@@ -138,18 +138,12 @@ def run(
     **more: Any,
 ) -> Island:
     """Build an island that leaves before its first step, and return it."""
-    built: list[Island] = []
-
-    def train(island: Island, stopped: Callable[[], bool], turn_log: object) -> str:
-        built.append(island)
-        return "left"
-
-    monkeypatch.setattr("archipelago.islands.worker.train", train)
     options = main.IslandOptions(
         url=stored.url, run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False, **more
     )
-    running.run_named(options, "oslo", lambda: False, Origin("oslo"), prepared)
-    return built[0]
+    worker = running.WorkerRun(options, "oslo", lambda: True, Origin("oslo"), prepared)
+    assert worker.train()["state"] == "left"
+    return worker.worker
 
 
 def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import cast
 
@@ -17,8 +16,9 @@ from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.connection.uplink import Uplink
+from archipelago.islands.sync.leaving import leave_after
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
-from archipelago.islands.worker import Island, train
+from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.harness import tiny
 from tests.harness.tiny import TinyRun
@@ -34,17 +34,10 @@ def test_a_diverged_island_stops_without_changing_the_run(monkeypatch: pytest.Mo
     island = run.island("sick")
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
     island.computation.steps = cast(InnerSteps, diverging)
-    turns = itertools.count()
-
-    def turn() -> bool:
-        """Return whether the island has had 100 turns, and still trains."""
-        island.link.pump()
-        run.merger.turn(0.0)
-        return next(turns) > 100
-
-    with failing(DivergedError, "loop.not-finite"):
-        train(island, turn)
-    turn()
+    with failing(DivergedError, "loop.not-finite") as caught:
+        run.play(island, 100)
+    leave_after(island, caught.value)
+    island.link.pump()
     books = run.transport.reader.books()
     assert books.published == 0
     assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in run.merger.fragments.values())

@@ -112,7 +112,7 @@ class MergerProcess(Process):
 
 
 class IslandProcess(Process):
-    """Does one step at a time of what `islands.running` and `islands.worker.train` do."""
+    """Does one step at a time of what `islands.running` does."""
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         super().__init__(simulation, name)

@@ -7,7 +7,7 @@ import sys
 
 FORKED = """
 import os, signal, sys, time
-from archipelago.islands.own_loop.leaving import StopSignal
+from archipelago.islands.sync.leaving import StopSignal
 stop = StopSignal()
 stop.watch()
 begun, begin = os.pipe()

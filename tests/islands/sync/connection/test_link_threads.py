@@ -15,7 +15,7 @@ from archipelago.broker.shards.reader import ShardedReader
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
-from archipelago.islands.worker import Island, train
+from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import PATIENCE_SECONDS, Until
@@ -242,7 +242,7 @@ def test_an_island_whose_name_was_taken_over_leaves(tiny_harness: Harness) -> No
     island.link.pump()
     assert island.must_leave
     island.link.pumps.start()
-    assert train(island, lambda: False) == "replaced"
+    assert island.end() == "replaced"
     island.link.pumps.stop()
     assert tiny_harness.transport.reader.notes(1)[0].kind == "replaced"
     assert "a" not in {p.heartbeat.island for p in tiny_harness.transport.reader.presences() if not p.is_live}

@@ -1,4 +1,4 @@
-"""How a user's script leaves its run: at a signal, with its newest progress, or saying why that is not sent.
+"""How a loop leaves its run: at a signal, with its newest progress, or saying why that is not sent.
 
 After SIGTERM, an island leaves at the next step boundary, unless the script handles the signal itself.
 """
@@ -11,7 +11,7 @@ import signal
 import threading
 from types import FrameType
 
-from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError
 from archipelago.islands.sync.participant import Participant
 
 log = logging.getLogger(__name__)
@@ -84,18 +84,24 @@ def frozen_fault(loop: Participant) -> ConfigError | None:
     return None
 
 
-def leave_cleanly(loop: Participant) -> None:
-    """Send all progress and leave. Parameters that went into a later step are not there any more."""
+def leave_cleanly(loop: Participant) -> str:
+    """Send all progress and leave. Parameters that went into a later step are not there any more.
+
+    Returns:
+        `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
+    """
     if loop.parameters.are_there():
-        loop.end()
+        state = loop.end()
     else:
         log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
         loop.give_up(*loop.leave_reason())
-    log.info("left after %s steps, %s tokens", loop.totals.steps, f"{loop.totals.tokens:,}")
+        state = "left"
+    log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")
+    return state
 
 
 def leave_after(loop: Participant, error: BaseException) -> None:
     """Say why the island leaves, and send nothing more, because its parameters may be broken."""
-    reason = error.what if isinstance(error, DivergedError) else f"{type(error).__name__}: {error}"
+    reason = error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}: {error}"
     log.warning("leaves without sending its newest progress: %s", reason)
     loop.give_up("diverged" if isinstance(error, DivergedError) else "left", reason)

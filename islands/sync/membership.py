@@ -1,0 +1,288 @@
+"""The membership of a training loop in a run: it joins, syncs between two steps, and leaves.
+
+Everything here is the same for our worker and for scripts in any framework. Each of them adds its tensors, its replica,
+and what it trains with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from archipelago.broker.control import require_welcome
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.observe.progress import progress
+from archipelago.broker.process import URL_VARIABLE, Patience, invitation_at, require_role
+from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.shards.transport import whole
+from archipelago.broker.transport import IslandTransport
+from archipelago.islands.sync.arguments import checked_counts, require_loss
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
+from archipelago.islands.sync.participant import Participant
+from archipelago.islands.sync.recovery import Newcomer, OwnStore
+from archipelago.islands.turn_log import MeasuredTurns, Pacer
+
+log = logging.getLogger(__name__)
+
+
+def island_name(address: str | None, given: str | None, option: str = "`island=`") -> str:
+    """Return the island's name. An invited island has the name in its join file.
+
+    Args:
+        address: The URL of the Redis, or the path of a join file; None for $ARCHIPELAGO_URL.
+        given: The name that the user gives; None for that of the join file, or a random one.
+        option: What the user gives it with.
+
+    Raises:
+        ConfigError: The name cannot be used, or is not the one in the join file (`invitation.other`).
+    """
+    invited = invitation_at(address or os.environ.get(URL_VARIABLE, ""))
+    require_role(invited, "island")
+    own = invited.island if invited else ""
+    if own and given not in (None, own):
+        raise ConfigError(
+            f"the join file is the one of the island {own!r}, not of {given!r}",
+            f"Leave out {option}, or use the join file of that island.",
+            code="invitation.other",
+        )
+    random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
+    return checked_name(given or own or random, "the island name")
+
+
+class Membership(ABC):
+    """One membership of a loop in a run, as a context manager."""
+
+    #: Where the island keeps a state of its own, if anywhere.
+    _store: OwnStore | None = None
+    #: The simulated device of the loop, if it has one.
+    _pacer: Pacer | None = None
+
+    def __init__(
+        self, run: str, island: Callable[[], str], connect: Callable[[], RedisTransport], awaited: Patience
+    ) -> None:
+        """Note what to join. Nothing is contacted before the `with` begins.
+
+        Args:
+            run: The name of the run, for messages.
+            island: Returns the name of this island.
+            connect: Connects to the run.
+            awaited: Repeats the first calls while Redis does not answer.
+        """
+        self._run, self._named, self._connect, self._awaited = run, island, connect, awaited
+        self._incarnation = uuid.uuid4().hex[:8]
+        self._thread = 0
+        self._stop = StopSignal()
+        self._transport: RedisTransport | None = None
+        self._loop: Participant | None = None
+        self._measured: MeasuredTurns | None = None
+        self._has_left = False
+        #: Whether a `sync` was interrupted, so that a fragment may be adopted in part.
+        self._is_torn = False
+
+    # -- what a loop adds ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _accept(self, transport: IslandTransport, manifest: Manifest, name: str) -> None:
+        """Load what the run needs. Raise MismatchError unless the loop trains what the run trains."""
+
+    @abstractmethod
+    def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Participant:
+        """Place the run's parameters, and return the island that trains them."""
+
+    def _warm_up(self) -> None:  # noqa: B027 - PyTorch runs each operation as it comes
+        """Compile what the loop runs, so that no peer waits for it later."""
+
+    def _end(self, state: str) -> None:  # noqa: B027 - most loops have nothing more to do
+        """Do what remains once the island has left in order, as `Participant.end` says, while Redis is still there."""
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Join the run, and return when the first step can begin.
+
+        Raises:
+            ConfigError: The run has other tensors (`loop.other-tensors`, `loop.other-frozen`), or the join file or the
+                settings cannot be used.
+            BrokerError: The Redis cannot be reached, or has no such run.
+        """
+        if self._has_left or self._loop is not None:
+            raise ConfigError("a run can be joined once with one `join`", "Call `join` again.", code="loop.left")
+        try:
+            self._join()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _join(self) -> None:
+        awaited = self._awaited
+        home = self._transport = awaited(self._connect)
+        manifest = awaited(home.reader.manifest)  # before anything large loads, so that a wrong name fails at once
+        transport, name = whole(home, manifest), self._named()
+        # Before the island claims anything under that name.
+        require_welcome(awaited(transport.reader.control), name, manifest.run)
+        self._accept(transport, manifest, name)
+        link = Link(transport, manifest, f"{name}/{self._incarnation}", ())
+        with progress(f"downloading the {manifest.parameters:,} parameters"):
+            arrivals = awaited(link.join)
+        with progress("placing the parameters on the device"):
+            self._loop = loop = self._participant(name, manifest, link, arrivals)
+        del arrivals  # another copy of the model
+        newcomer = Newcomer(transport, loop)
+        newcomer.ask()
+        loop.beat("joining")
+        link.pumps.start()
+        with progress("compiling what syncs and steps run"):
+            self._warm_up()
+        with progress("taking the optimiser state"):
+            newcomer.complete(self._store)
+        self._thread = threading.get_ident()
+        self._stop.watch()
+        log.info(
+            "joined %s as %s at round %s on %s, optimiser state: %s",
+            manifest.run, name, loop.ledger.closed, loop.host.device, loop.moments, extra={"round": loop.ledger.closed},
+        )  # fmt: skip
+        if loop.finished:
+            log.warning(
+                "the run %r has made all of its %s steps, so there is nothing to train. To train further, extend it: "
+                "`archipelago steer --run %s inner.steps=N`",
+                manifest.run, f"{self.steps:,}", manifest.run, extra={"code": "loop.finished"},
+            )  # fmt: skip
+        self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation, self._pacer)
+        loop.begin()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
+        """Sync after some steps of the loop, whose parameters are in place."""
+        loop = self._require_joined()
+        if self._is_torn:
+            raise ConfigError(
+                "an earlier `sync` was interrupted by an error, so the parameters may be adopted in part",
+                "Start the script again: it takes the run's parameters.",
+                code="loop.left",
+            )
+        counted, count = checked_counts(steps, tokens)
+        require_loss(loss)
+        if self._measured is not None:
+            self._measured.stepped(counted)
+        self._is_torn = True
+        try:
+            loop.turn(counted, count, loss)
+        except ArchipelagoError:  # these are raised before a fragment is adopted, so nothing is half done
+            self._is_torn = False
+            raise
+        self._is_torn = False
+        if self._measured is not None:
+            self._measured.synced()
+        self._heed_signal()
+
+    def _heed_signal(self) -> None:
+        """End a script that does not look at `finished` at its second `sync` after SIGTERM."""
+        self._stop.require_heard(self._stop.has_arrived)
+
+    def _require_joined(self) -> Participant:
+        """Return the loop. Raise ConfigError (`loop.left`, `loop.other-thread`) where it must not be used."""
+        if self._loop is None or self._has_left:
+            raise ConfigError(
+                f"the script has not joined the run {self._run!r}, or has left it",
+                "Call `sync` inside of `with join(...) as run:`.",
+                code="loop.left",
+            )
+        self._require_thread("`sync` was called")
+        return self._loop
+
+    def _require_thread(self, what: str) -> None:
+        """Raise ConfigError (`loop.other-thread`) in another thread than the one that trains."""
+        if threading.get_ident() != self._thread:
+            raise ConfigError(
+                f"{what} in another thread than the one that joined, which may be in the middle of a step",
+                "Join, sync and leave in the thread that trains. Another thread can set a flag for it.",
+                code="loop.other-thread",
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether to stop training: the run is at its end, its operator asked for it, or SIGTERM has arrived."""
+        loop = self._loop
+        return self._has_left or self._stop.has_arrived or loop is None or loop.finished or loop.must_leave
+
+    @property
+    def step(self) -> int:
+        """The run's clock in steps, for a schedule of the learning rate. It follows the fastest island."""
+        return 0 if self._loop is None else min(self._loop.ledger.global_step, self._loop.link.run_steps)
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps, which an operator can change."""
+        return 0 if self._loop is None else self._loop.link.run_steps
+
+    @property
+    def island(self) -> str:
+        """The name of this island."""
+        return "" if self._loop is None else self._loop.name
+
+    @property
+    def moments(self) -> str:
+        """The origin of the inner optimiser's state: `fresh`, the name of a peer, or the own checkpoint."""
+        return "fresh" if self._loop is None else self._loop.moments
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the run."""
+        self._leave(error)
+
+    def leave(self) -> None:
+        """Leave the run before the end of the `with` block.
+
+        Raises:
+            ConfigError: This is not the thread that joined (`loop.other-thread`), and the island stays in the run. Or
+                a tensor that is not trained has changed (`loop.frozen-changed`).
+            DivergedError: A parameter is not finite.
+        """
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._has_left or self._loop is None:
+            return
+        loop = self._loop
+        if not isinstance(error, Exception):  # its progress is going to be measured
+            self._require_thread("the run was left")
+        changed: ConfigError | None = None
+        try:
+            if self._is_torn:
+                leave_after(loop, error or RuntimeError("a `sync` was interrupted"))
+            elif isinstance(error, Exception):
+                leave_after(loop, error)
+            elif (changed := frozen_fault(loop)) is not None:
+                leave_after(loop, changed)
+            else:
+                self._end(leave_cleanly(loop))
+        finally:
+            self._close()
+        if error is None and changed is not None:
+            raise changed
+        if error is None:
+            loop.require_sound()
+
+    def _close(self) -> None:
+        self._has_left = True
+        self._stop.release()
+        if self._loop is not None:
+            self._loop.link.pumps.stop()
+        if self._transport is not None:
+            self._transport.close()
