@@ -169,21 +169,14 @@ class LocalRun:
                 self._require_workers()
                 if now >= look_due:
                     look_due = now + LOOK_SECONDS
-                    line_due = self._display(live, now, line_due)
+                    with suppress(UnreachableError):  # during an outage the islands train on
+                        view = self._observe()
+                        if live:
+                            live.update(terminal.render(view, self._problems(view)))
+                        elif now >= line_due:
+                            line_due = now + LINE_SECONDS
+                            say(f"  {terminal.line(view)}")
                 time.sleep(POLL_SECONDS)
-
-    def _display(self, live: Live | None, now: float, line_due: float) -> float:
-        """Show the run now, and return when its next line is due. During an outage the islands train on."""
-        try:
-            view = self._observe()
-        except UnreachableError:
-            return line_due
-        if live:
-            live.update(terminal.render(view, self._problems(view)))
-        elif now >= line_due:
-            say(f"  {terminal.line(view)}")
-            return now + LINE_SECONDS
-        return line_due
 
     def _problems(self, view: RunView) -> list[Problem]:
         """Return what is wrong with the run, without the absence of our own processes: we start them again."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from archipelago.broker.address import Kind
-from archipelago.broker.errors import BrokerError
 from archipelago.broker.invitation import Members, Role
 from archipelago.broker.redis.checkup import NodeFacts, ServerFacts
 from archipelago.broker.redis.failures import KEEPS_ALL, OLDEST
@@ -56,18 +55,6 @@ def warning(code: str, what: str, remedy: str) -> Finding:
 def problem(code: str, what: str, remedy: str) -> Finding:
     """Return a finding that has to be fixed first."""
     return Finding("problem", code, what, remedy)
-
-
-#: The subject and fault of what the connection already refuses, by its code.
-_UNUSABLE = {
-    "broker.address": "role.address", "broker.permission": "rights.denied",
-    "broker.server-too-old": "version.too-old", "broker.access": "reach.access",
-}  # fmt: skip
-
-
-def unusable(error: BrokerError) -> Finding:
-    """Return the finding about a server to which no connection could be made."""
-    return problem(_UNUSABLE.get(error.code, "reach.failed"), error.what, error.remedy)
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

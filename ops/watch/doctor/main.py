@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -110,26 +111,20 @@ def main(options: DoctorOptions) -> int:
 
 def check_server(url: str, run: str | None, seconds: float, invited: Invitation | None = None) -> CheckedServer:
     """Check a Redis. A server that does not answer is a finding too. Raise BadUrlError."""
+    found = CheckedServer([])
     try:
-        transport = connect(url, run or NO_RUN, invited)
+        with closing(_check_run(connect(url, run or NO_RUN, invited), url, run, found)) as transport:
+            role, name = _check_members(transport, found) if found.manifest else (None, NO_RUN)
+            for mine in _shards_by_server(transport, found.manifest.shards if found.manifest else 1):
+                numbers = [shard.connection.shard or 0 for shard in mine]
+                checkup = RedisCheckup(mine[0].connection, role=role, name=name, shards=numbers)
+                if mine[0] is transport:
+                    _check_link(checkup, seconds, found)
+                _check_one(checkup, numbers, found, is_first=mine[0] is transport)
     except BadUrlError:
         raise
     except BrokerError as error:
-        return CheckedServer([checks.unusable(error)])
-    found = CheckedServer([])
-    try:
-        transport = _check_run(transport, url, run, found)
-        role, name = _check_members(transport, found) if found.manifest else (None, NO_RUN)
-        for mine in _shards_by_server(transport, found.manifest.shards if found.manifest else 1):
-            numbers = [shard.connection.shard or 0 for shard in mine]
-            checkup = RedisCheckup(mine[0].connection, role=role, name=name, shards=numbers)
-            if mine[0] is transport:
-                _check_link(checkup, seconds, found)
-            _check_one(checkup, numbers, found, is_first=mine[0] is transport)
-    except BrokerError as error:
         found.findings.append(problem("reach.failed", error.what, error.remedy))
-    finally:
-        transport.close()
     return found
 
 
