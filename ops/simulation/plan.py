@@ -41,7 +41,6 @@ FRAGMENTS_MAX = 24
 ISLANDS_SIMULATED, SLICES_SIMULATED = 4096, 1 << 20
 #: The least of what has to be positive.
 TINY = 1e-12
-WINDOW = 2
 
 
 class Way(NamedTuple):
@@ -133,37 +132,18 @@ class Load:
         down: From Redis to one island.
         redis_in: Into Redis, from all islands and from the merger beside it.
         redis_out: Out of Redis, to all islands and to the merger.
-        fragment_up_seconds: How long one fragment takes up an island's link; infinite without a link.
     """
 
     up: float
     down: float
     redis_in: float
     redis_out: float
-    fragment_up_seconds: float
 
 
-def load(
-    parameters: int,
-    islands: int,
-    step_seconds: float,
-    interval: int,
-    fragments: int,
-    up: str,
-    down: str,
-    link_bytes_a_second: float,
-) -> Load:
-    """Return the load of a run. `interval` is H, `fragments` is P, `up` and `down` are names of codecs."""
-    interval_seconds = interval * step_seconds
-    up_bytes, down_bytes = (codec(name).encoded_size(parameters) for name in (up, down))
-    each_up, each_down = up_bytes / interval_seconds, down_bytes / interval_seconds
-    return Load(
-        up=each_up,
-        down=each_down,
-        redis_in=islands * each_up + each_down,
-        redis_out=islands * (each_up + each_down),
-        fragment_up_seconds=up_bytes / fragments / link_bytes_a_second if link_bytes_a_second else float("inf"),
-    )
+def load(parameters: int, islands: int, interval_seconds: float, way: Way) -> Load:
+    """Return the load of a run whose islands send each fragment once in `interval_seconds`."""
+    up, down = (codec(name).encoded_size(parameters) / interval_seconds for name in (way.up, way.down))
+    return Load(up=up, down=down, redis_in=islands * up + down, redis_out=islands * (up + down))
 
 
 @dataclass(frozen=True)
@@ -312,13 +292,11 @@ def _way(
     options: PlanOptions, parameters: int, islands: int, islands_a_site: int, step_seconds: float
 ) -> tuple[Way, int, Load, bool]:
     """Return the first way of LADDER that the links carry, or the last one and False."""
-    link = options.link_mbits * 1e6 / 8 / islands_a_site
+    link, redis = (LINK_SHARE * mbits * 1e6 / 8 for mbits in (options.link_mbits / islands_a_site, options.redis_mbits))
     for way in LADDER:
         fragments = min(way.interval, FRAGMENTS_MAX)
-        need = load(parameters, islands, step_seconds, way.interval, fragments, way.up, way.down, LINK_SHARE * link)
-        redis = LINK_SHARE * options.redis_mbits * 1e6 / 8
-        in_time = need.fragment_up_seconds <= WINDOW * step_seconds * way.interval / fragments
-        fits = max(need.up, need.down) <= LINK_SHARE * link and max(need.redis_in, need.redis_out) <= redis and in_time
+        need = load(parameters, islands, way.interval * step_seconds, way)
+        fits = max(need.up, need.down) <= link and max(need.redis_in, need.redis_out) <= redis
         if fits or way is LADDER[-1]:
             return way, fragments, need, fits
     raise AssertionError("the ladder has a last way")

@@ -71,22 +71,6 @@ def test_a_negative_loss_has_no_ratios_and_the_interval_is_that_of_the_settings(
     assert row["loss"] > row["data_parallel"]
 
 
-def test_a_quick_comparison_makes_few_steps(
-    config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-
-    def compared(*args: Any) -> dict[str, Any]:
-        asked.append(args)
-        return {"rows": [{"islands": 3}]}
-
-    monkeypatch.setattr(parity, "parity", compared)
-    options = parity.ParityOptions(output=tmp_path, intervals=(12, 24), quick=True, settings=config)
-    assert parity.main(options) == 0
-    ((work, counts, intervals, *_),) = asked
-    assert (counts, intervals, work.config.inner.steps) == ((3,), (12, 24), 400)
-
-
 def test_what_cannot_be_compared_is_refused() -> None:
     with failing(ConfigError, "task.evaluate"):
         parity.parity(task_work(evaluate=None), (2,), (), 1.0)

@@ -12,19 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from archipelago.broker.config import MergeConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
-from archipelago.ops.experiments.island_runs import CLAIMED, FORGERIES, LITTLE, HostileClient, Public
+from archipelago.ops.experiments.island_runs import (
+    CLAIMED,
+    FORGERIES,
+    LITTLE,
+    HostileClient,
+    Public,
+    islands,
+    participation,
+    staleness,
+)
 from archipelago.ops.experiments.results import baseline, show
 from archipelago.ops.experiments.trial import ATTACKS, CurvePoint, Trial, TrialRow, grouped, key_of, measure
 from tests import samples
 from tests.failing import failing
-from tests.ops.conftest import prepare_small_text
-from tests.ops.experiments.trials import BASE, STUDY, record_of, trial_of
+from tests.ops.experiments.trials import STUDY, record_of, task_work, trial_of
 
 
 def test_baselines_ignore_settings_that_they_do_not_read() -> None:
@@ -39,12 +48,6 @@ def test_baselines_ignore_settings_that_they_do_not_read() -> None:
 def test_a_record_has_the_key_of_its_trial_also_after_json(kind: str, islands: int, slow: float, seed: int) -> None:
     found = trial_of(kind, islands, seed, slow, inner__learning_rate=3e-3, outer__rule="sgd")
     assert key_of(json.loads(json.dumps(record_of(found)))) == found.key
-
-
-def test_a_record_that_leaves_out_defaults_has_the_key_of_its_trial() -> None:
-    record = {"kind": "islands", "islands": 4, "slow": 1.0, "seed": 0, "settings": {"inner.steps": 24}}
-    assert key_of(record) == Trial.of({"inner.steps": 24}).key
-    assert key_of({**record, "chips": 1e6}) == Trial.of({"inner.steps": 24}, chips=1e6).key
 
 
 def test_several_islands_can_be_slow() -> None:
@@ -88,44 +91,12 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
         json.dumps(found, allow_nan=False)
 
 
-#: Three islands, and what differs from the usual run.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "sending": {"sending": 30.0},
-    "lockstep": {"lockstep": True},
-}
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The record of each variant of a small run."""
-    folder = tmp_path_factory.mktemp("trials")
-    (folder / "base.toml").write_text(BASE, encoding="utf-8")
-    (folder / "rates.toml").write_text(STUDY, encoding="utf-8")
-    settings = dict(studies.load(folder, "rates").trials[1].settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
-        prepare_small_text(folder)
-        found = {name: measure(Trial.of(settings, islands=3, **each)) for name, each in VARIANTS.items()}
-    for name, values in VARIANTS.items():
-        assert not found[name]["diverged"], name
-        assert {key: found[name].get(key) for key in values} == values
-        assert not (set(trials.OWN) - set(values) - {"kind", "islands", "slow"}) & set(found[name]), "defaults"
-    return found
-
-
-@pytest.mark.full
-def test_contributions_that_are_long_on_their_way_are_merged_stale(measured: dict[str, dict[str, Any]]) -> None:
-    assert measured["usual"]["staleness_max"] <= 1
-    assert measured["sending"]["staleness_max"] >= 2, "an interval of 12 steps passes twice"
-    assert measured["sending"]["per_round"] < measured["usual"]["per_round"]
-
-
-@pytest.mark.full
-def test_islands_in_lockstep_adopt_at_once_what_they_send(measured: dict[str, dict[str, Any]]) -> None:
-    found = measured["lockstep"]
-    assert (found["staleness_max"], found["per_round"], found["tokens"]) == (0, 3.0, 3 * 24 * 4 * 32)
-    assert found["curve"] != measured["usual"]["curve"]
+def test_late_contributions_are_merged_stale_and_none_in_lockstep() -> None:
+    work = task_work().changed(merge=MergeConfig("average", "average"))
+    _, late = islands(work, Trial.of({}, islands=3, sending=9.0))
+    _, together = islands(work, Trial.of({}, islands=3, lockstep=True))
+    assert staleness(late)[1] >= 2, "more than an interval passes"
+    assert (staleness(together)[1], participation(together)[1]) == (0, 3.0), "islands adopt at once what they send"
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
