@@ -91,6 +91,7 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
         json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.full
 def test_late_contributions_are_merged_stale_and_none_in_lockstep() -> None:
     work = task_work().changed(merge=MergeConfig("average", "average"))
     _, late = islands(work, Trial.of({}, islands=3, sending=9.0))
