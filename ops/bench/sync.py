@@ -14,13 +14,12 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench.harness import wait_until
 from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
 from archipelago.ops.bench.two_islands import (
     FRAGMENTS,
@@ -85,7 +84,6 @@ def in_pieces(size: SyncSize) -> dict[str, Any]:
         and processes run at the same time.
     """
     with two_islands(size) as ours:
-        wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
         for _ in range(WARM_UPS):
             ours.sync()
         before = ours.spent()
@@ -112,9 +110,7 @@ def sync(torchft_python: str, size: SyncSize) -> dict[str, Any]:
         torchft's seconds to ours, round by round. `committed` counts the syncs in which both processes took part.
     """
     python = torchft_python or os.environ.get(TORCHFT_PYTHON, "")
-    with two_islands(size) as ours, torchft(size, python) as theirs:
-        # The merger may close the first rounds before it knows both islands.
-        wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
+    with two_islands(size) as ours, Torchft(size, python) as theirs:
         rows = _turns(size, ours, theirs)
     return {
         "parameters": sum(tensor.size for tensor in size.tensors),
@@ -126,7 +122,7 @@ def sync(torchft_python: str, size: SyncSize) -> dict[str, Any]:
 
 def _turns(size: SyncSize, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
     """Let both systems sync in turn."""
-    sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if theirs.usable else [ours.sync]
+    sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if not theirs.reason else [ours.sync]
     mine, *others = taking_turns(sides, size.rounds, WARM_UPS)
     rows = [_row("archipelago", mine)]
     say(f"{rows[0]['seconds']:.3f} s a sync, median of {size.rounds}")
@@ -155,20 +151,47 @@ def _row(what: str, syncs: Sequence[Synced], note: str = "") -> dict[str, Any]:
 
 
 class Torchft:
-    """Two replicas and a lighthouse in another Python environment; `reason` says why there are none."""
+    """Two replicas and a lighthouse in another Python environment, in its `with` block.
 
-    def __init__(self, name: str, reason: str, process: subprocess.Popen[str] | None) -> None:
-        self.name, self.reason, self._process = name, reason, process
+    Args:
+        size: The number and the shapes of the tensors.
+        python: Path of a Python that has torchft; empty for none.
 
-    @property
-    def usable(self) -> bool:
-        """True if torchft runs and can sync."""
-        return not self.reason
+    Attributes:
+        name: torchft, with its version if it runs.
+        reason: Why it cannot sync; empty if it can.
+    """
+
+    def __init__(self, size: SyncSize, python: str) -> None:
+        options = json.dumps({"tensors": TENSORS, "shape": size.shape, "timeout_seconds": PATIENCE_SECONDS})
+        # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
+        self._command = parent_death.command([python, "-P", str(SCRIPT), options]) if python else []
+        self.name, self.reason = "torchft", f"no environment: give --torchft-python, or ${TORCHFT_PYTHON}"
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        if self._command:
+            with tempfile.TemporaryFile("w+") as log:
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                )
+                found = self._answer("")
+                log.seek(0)
+                last = "".join(log.read().strip().splitlines()[-1:])
+            self.name = f"torchft {found.get('torchft', '')}".strip()
+            self.reason = f"{found['error']} ({last:.200})" if "error" in found else ""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.communicate(timeout=END_SECONDS)  # Its replicas end when its standard input does.
+            self._process.kill()
+            self._process.wait()
 
     def sync(self) -> Synced:
         """Synchronise all parameters once. Raise BrokerError if the process ends instead."""
-        assert self._process is not None  # noqa: S101
-        found = _answer(self._process, "\n")
+        found = self._answer("\n")
         if "seconds" not in found:
             raise BrokerError(
                 f"torchft ended: {found['error']}",
@@ -177,57 +200,16 @@ class Torchft:
             )
         return Synced(found["seconds"], found["committed"])
 
-
-@contextlib.contextmanager
-def torchft(size: SyncSize, python: str) -> Iterator[Torchft]:
-    """Start torchft with tensors of the same shapes.
-
-    Args:
-        size: The shapes and their number.
-        python: Path of a Python that has torchft; empty for none.
-    """
-    if not python:
-        yield Torchft("torchft", "no environment: give --torchft-python, or $ARCHIPELAGO_TORCHFT_PYTHON", None)
-        return
-    options = json.dumps({"tensors": TENSORS, "shape": size.shape, "timeout_seconds": PATIENCE_SECONDS})
-    # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
-    with tempfile.TemporaryFile("w+") as log:
+    def _answer(self, line: str) -> dict[str, Any]:
+        """Send the process a line and return its next answer, or an `error` if it has ended."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: S101
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(line)
+            process.stdin.flush()
+        answer = process.stdout.readline()
         try:
-            process = subprocess.Popen(
-                parent_death.command([python, "-P", str(SCRIPT), options]),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
-        except OSError as error:
-            yield Torchft("torchft", f"{python} cannot be run: {error.strerror}", None)
-            return
-        try:
-            found = _answer(process, "")
-            if "error" in found:
-                log.seek(0)
-                last = (log.read().strip().splitlines() or [""])[-1]
-                found["error"] += f" ({last:.200})" if last else ""
-            yield Torchft(f"torchft {found.get('torchft', '')}".strip(), found.get("error", ""), process)
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Close its standard input, which ends it and its replicas; kill it if that does not help."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=END_SECONDS)
-    process.kill()
-    process.wait()
-
-
-def _answer(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
-    """Send the process a line and return its next answer, or an `error` if it has ended."""
-    assert process.stdin is not None and process.stdout is not None  # noqa: S101
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(line)
-        process.stdin.flush()
-    answer = process.stdout.readline()
-    try:
-        found = json.loads(answer)
-    except ValueError:
-        return {"error": f"it ended with status {process.wait()}"}
-    return found if isinstance(found, dict) else {"error": f"it answered {answer:.80}"}
+            found: dict[str, Any] = json.loads(answer)
+        except ValueError:
+            return {"error": f"it answered {answer:.80}" if answer else f"it ended with status {process.wait()}"}
+        return found

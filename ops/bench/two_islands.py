@@ -120,7 +120,10 @@ def two_islands(size: SyncSize) -> Iterator[TwoIslands]:
         for island in islands:
             island.receive(2 * PATIENCE_SECONDS)
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
-        yield TwoIslands(made, merger, islands)
+        found = TwoIslands(made, merger, islands)
+        # The merger may close the first rounds before it knows both islands.
+        wait_until(lambda: found.sync().committed, "sync of both islands", PATIENCE_SECONDS)
+        yield found
 
 
 def _create_run(transport: Transport, size: SyncSize) -> None:

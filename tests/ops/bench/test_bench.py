@@ -19,7 +19,7 @@ from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.accelerator_processes import IslandTurns, LoopFound, TimedTurn
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
-from archipelago.ops.bench.sync import torchft
+from archipelago.ops.bench.sync import Torchft
 from archipelago.ops.bench.two_islands import Synced, SyncSize, TwoIslands
 from archipelago.ops.simulation.cycle import Machine
 from tests.failing import failing
@@ -168,7 +168,7 @@ class FakeIslands:
 
 
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None:
-    with torchft(TINY, _script(tmp_path, STAND_IN)) as other:
+    with Torchft(TINY, _script(tmp_path, STAND_IN)) as other:
         ours, theirs = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other)
     assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 2")
     assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.5, 1.0, 4.0, "2 of 2")
@@ -179,12 +179,11 @@ def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None
 def test_a_python_without_torchft_is_named(tmp_path: Path) -> None:
     fails = _script(tmp_path, "#!/bin/sh\necho \"No module named 'torchft'\" >&2\nexit 1\n")
     for python, said in ((fails, "No module named 'torchft'"), ("/no/such/python", "/no/such/python")):
-        with torchft(TINY, python) as found:
-            assert not found.usable
+        with Torchft(TINY, python) as found:
             assert said in found.reason
 
 
 def test_a_torchft_that_ends_is_an_error(tmp_path: Path) -> None:
     ends = _script(tmp_path, '#!/bin/sh\necho \'{"torchft": "9.9"}\'\nread -r line\nexit 3\n')
-    with torchft(TINY, ends) as found, failing(BrokerError, "bench.process-failed"):
+    with Torchft(TINY, ends) as found, failing(BrokerError, "bench.process-failed"):
         found.sync()
