@@ -55,10 +55,11 @@ def parse_positions(text: str) -> tuple[ReadPosition, ...]:
     words = text.split()
     if len(words) > POSITIONS_MAX:
         raise WireError(f"{len(words)} positions in the data, {POSITIONS_MAX} at most")
-    return tuple(_parse(word) for word in words)
+    return tuple(map(parse_position, words))
 
 
-def _parse(word: str) -> ReadPosition:
+def parse_position(word: str) -> ReadPosition:
+    """Parse a position. Raises WireError."""
     found = _POSITION.fullmatch(word)
     if not found:
         raise WireError(f"{word[:40]!r} is not a position in the data")
@@ -122,16 +123,3 @@ def choose(
     free = [name for name in ranges if name not in reading and is_free(name)]
     best = min(free, key=rank, default=None)
     return best if best is not None and pass_of(best) <= 1 + min(map(pass_of, ranges)) else None
-
-
-def parse_cursor(text: str) -> tuple[int, int]:
-    """Parse the text of `cursor_text`. Raises WireError."""
-    found = re.fullmatch(r"([0-9]{1,13}):([0-9]{1,15})", text)
-    if not found:
-        raise WireError(f"{text[:40]!r} is not a cursor")
-    return int(found[1]), int(found[2])
-
-
-def cursor_text(cursor: tuple[int, int]) -> str:
-    """Return the cursor as `PASS:POSITION`."""
-    return f"{cursor[0]}:{cursor[1]}"

@@ -15,7 +15,7 @@ import redis
 from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Snapshot, to_fields
-from archipelago.broker.ranges import parse_cursor
+from archipelago.broker.ranges import parse_position
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import (
     Failures,
@@ -286,7 +286,7 @@ class RedisConnection:
         out = {}
         for name, text in fields.items():
             try:
-                out[name] = parse_cursor(text)
+                out[name] = parse_position(f"{name}:{text}").cursor
             except WireError as error:
                 self.warn_once(f"the cursor of range {name}", error)
         return out

@@ -24,7 +24,6 @@ from archipelago.broker.footprint import tape_kept
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.messages import KINDS, Call, Event, Marker, Refusal, Resume, TapeEntry, to_fields
 from archipelago.broker.presence import Presence
-from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.compactions import Compactions, RedisPlaced
 from archipelago.broker.redis.keys import Keys
@@ -258,7 +257,7 @@ class RedisMerger:
     def write_derived(self, write: Any, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, Any]) -> None:
         """Write parts of the state where others read them, by a pipeline or a fenced write."""
         if cursors:
-            write.hset(self._keys.data, mapping={name: cursor_text(cursor) for name, cursor in cursors.items()})
+            write.hset(self._keys.data, mapping={name: f"{of_pass}:{at}" for name, (of_pass, at) in cursors.items()})
         if counts:
             write.hset(self._keys.books, mapping=counts)
 
