@@ -205,12 +205,7 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
         if size != card.bytes:
             raise _damaged(folder, f"{TEXT_FILE} holds {size:,} bytes, and {CARD_FILE} says {card.bytes:,}")
         if verifies and digest_of(folder / TEXT_FILE) != card.digest:
-            raise DataError(
-                f"the corpus {name!r} holds other data than it says ({TEXT_FILE} does not have digest {card.digest})",
-                f"Delete {folder}, and run `archipelago prepare` again or copy the folder from a machine where "
-                "`archipelago doctor` accepts it.",
-                code="data.damaged",
-            )
+            raise _damaged(folder, f"{TEXT_FILE} does not have digest {card.digest}")
         data: Tokens = np.memmap(folder / TEXT_FILE, dtype=dtype_of(card.vocabulary), mode="r")
     except OSError as error:
         raise _damaged(folder, f"{TEXT_FILE} cannot be read: {error.strerror}") from None
@@ -243,7 +238,9 @@ def _read_card(folder: Path) -> Card:
 
 def _damaged(folder: Path, why: str) -> DataError:
     return DataError(
-        f"the corpus {folder.name!r} is damaged ({why})", f"Delete {folder} and prepare it again.", code="data.damaged"
+        f"the corpus {folder.name!r} is damaged ({why})",
+        f"Delete {folder}, and prepare it again or copy it from a machine where `archipelago doctor` accepts it.",
+        code="data.damaged",
     )
 
 

@@ -185,9 +185,6 @@ class TaskBatches(Supply):
 
     def _drawn(self) -> Any:
         if self._iterator is None:
-            if not hasattr(self._given, "__iter__"):
-                given = type(self._given).__name__
-                raise self._task.wrong("batches", f"gives {given!r} instead of an iterable", "Yield batches.")
             self._iterator = self._task.call("batches", iter, self._given)
         end = object()
         batch = self._task.call("batches", next, self._iterator, end)
