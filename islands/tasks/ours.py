@@ -117,17 +117,16 @@ def training_text(manifest: Manifest) -> OpenCorpus:
 
 
 def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
-    """Return the config with the tokenizer's vocabulary and the model's learning rate where these are not set."""
+    """Return the config with the tokenizer's vocabulary and the model's learning rate where these are not set.
+
+    Raises:
+        ConfigError: The model cannot read this corpus in its batches.
+    """
+    require_divisible(config.data.batch_size, config.inner.micro_batches)
     if config.inner.learning_rate is None:
         config = replace(config, inner=replace(config.inner, learning_rate=learning_rate(config.model.size)))
-    if not corpus.tokenizer or config.model.vocabulary != BYTES:
-        return config
-    return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
-
-
-def require_readable(config: RunConfig, corpus: OpenCorpus) -> None:
-    """Raise ConfigError unless the config's model can read this corpus in its batches."""
-    require_divisible(config.data.batch_size, config.inner.micro_batches)
+    if config.model.vocabulary == BYTES:
+        config = replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
     if corpus.vocabulary > config.model.vocabulary:
         raise ConfigError(
             f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, but the model has "
@@ -135,6 +134,7 @@ def require_readable(config: RunConfig, corpus: OpenCorpus) -> None:
             f"Set --model.vocabulary {corpus.vocabulary}, or name another corpus with --data.corpus.",
             code="config.vocabulary",
         )
+    return config
 
 
 def first_snapshots(manifest: Manifest, params: Params | None = None) -> Sequence[tuple[Snapshot, bytes]]:

@@ -159,11 +159,10 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.data.ranges import held_out
-    from archipelago.islands.tasks.ours import fitted, require_readable
+    from archipelago.islands.tasks.ours import fitted
 
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
-    require_readable(config, corpus)
     if weights is not None:
         require_fitting(WeightFiles(weights), config, corpus)
     Batches(corpus.train, config, lambda: None)
