@@ -10,8 +10,8 @@ the step of rounds without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
@@ -51,30 +51,21 @@ class Account:
     credit: int = 0
     score: Score = field(default_factory=Score)
 
-    def to_values(self) -> dict[str, Any]:
-        """Return the values for JSON, except those of a new account."""
-        values = {name: value for name, value in vars(self).items() if value != getattr(_NEW, name)}
-        return values | ({"score": self.score.to_list()} if "score" in values else {})
-
     def for_merge(self) -> Account:
         """Return the account with only those values on which the merge of a round depends."""
-        return replace(self, tokens=0, global_step=0, step_seconds=0.0, batch=0.0)
+        return Account(round=self.round, credit=self.credit, score=self.score)
+
+    def to_list(self) -> list[float]:
+        """Return the values for JSON. Readers of the state take the tokens (`merged_tokens`)."""
+        return [self.tokens, self.round, self.global_step, self.step_seconds, self.batch, self.credit,
+                *self.score.to_list()]  # fmt: skip
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Account:
-        """Return the account that `to_values` wrote. Raises ValueError, TypeError or AttributeError for others."""
-        return cls(
-            round=int(values.get("round", 0)),
-            tokens=int(values.get("tokens", 0)),
-            global_step=int(values.get("global_step", 0)),
-            step_seconds=float(values.get("step_seconds", 0.0)),
-            batch=float(values.get("batch", 0.0)),
-            credit=int(values.get("credit", 0)),
-            score=Score.from_list(values["score"]) if "score" in values else Score(),
-        )
-
-
-_NEW = Account()
+    def from_list(cls, values: Sequence[float]) -> Account:
+        """Return the account that `to_list` wrote. Raises ValueError or TypeError for other values."""
+        tokens, number, step, seconds, batch, credit, *rest = values
+        score = Score.from_list(rest)
+        return cls(int(number), int(tokens), int(step), float(seconds), float(batch), int(credit), score)
 
 
 # -- heartbeats ------------------------------------------------------------------------------------------------------

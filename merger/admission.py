@@ -151,8 +151,6 @@ class Inbox:
         between: Callable[[], object] = nothing,
     ) -> None:
         self.transport, self.rules = transport, rules
-        #: How many contributions this process has refused.
-        self.refused = 0
         #: How many commits failed because a contribution of an island had been deleted.
         self.withdrawn: Counter[str] = Counter()
         #: How many contributions this process has refused, by code.
@@ -315,7 +313,6 @@ class Inbox:
                 extra={"round": refusal.round, "code": f"refused.{reason.code}"},
             )
         self._refusals.append((delivery.entry, refusal))
-        self.refused += 1
 
     def _use_up(self, accepted: Contribution, state: RunState) -> None:
         """Mark refused numbers as used once their island has gone on. Gaps would make the stored state grow."""

@@ -25,7 +25,6 @@ from archipelago.merger import outer
 from archipelago.merger.committing import state_before
 from archipelago.merger.round_merge import Addend, MergedRound, RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
-from archipelago.merger.weights import NormWindow
 
 
 class DifferenceError(ArchipelagoError):
@@ -170,9 +169,9 @@ def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:
     template = new_state(np.zeros(size, np.float32), rules.outer)
     params_N, state = outer.of_named(template.outer, full.own, size)
     exact = wire.full == "float32" and not wire.sends_differences
-    return FragmentState(params_N, state, NormWindow(), params_N if exact else jax.numpy.asarray(full.published_N))
+    return FragmentState(params_N, state, (), params_N if exact else jax.numpy.asarray(full.published_N))
 
 
 def with_norms(fragment: FragmentState, state: RunState, p: int) -> FragmentState:
     """Return the fragment with its norms, which are in the run's state."""
-    return replace(fragment, norms=state.norms.get(p, NormWindow()))
+    return replace(fragment, norms=state.norms.get(p, ()))

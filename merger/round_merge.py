@@ -35,7 +35,7 @@ from archipelago.merger.outer import OuterOptimizer, Round, publish
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Group, Spectra, groups
 from archipelago.merger.state import FragmentState, RunState
-from archipelago.merger.weights import NormWindow, RunningMean
+from archipelago.merger.weights import RunningMean
 
 Vector = jax.Array | NDArray[np.float32]
 
@@ -162,14 +162,12 @@ class RoundMerge:
             addends: What waits for the fragment's next round, in the order of arrival.
             live: The number of live islands.
         """
-        config, own = control.steered(self.manifest.config, state.steered), self.manifest.own_fragments
+        config = control.steered(self.manifest.config, state.steered)
         number = self.manifest.own_rounds.next(state.closed)
         p = self.manifest.fragment_of(number)
         version = self.manifest.version_at(state.closed, p)
-        # Rounds follow each other by strides of the fastest island. These are the strides from the step before the
-        # fragment's last round to the end of this one.
-        strides, headers = len(own) + 1 if version else own.index(p) + 1, [addend.contribution for addend in addends]
-        run_step = fragment.norms.step + strides * self.manifest.stride
+        headers = [addend.contribution for addend in addends]
+        run_step = state.step + self.manifest.stride  # rounds follow each other by strides of the fastest
         return merge_round(
             fragment,
             state.staleness,
@@ -186,7 +184,6 @@ class RoundMerge:
                 headers, version, number, state.accounts, state.usual_batch, config.sync, self.manifest.own_rounds
             ),
             scores=state.scores,
-            step=state.step,
             spectra=self.spectra,
         )
 
@@ -213,7 +210,6 @@ def merge_round(
     path: Callable[[int], float],
     seen: Seen,
     scores: Mapping[str, Score] | None = None,
-    step: int = 0,
     spectra: Spectra | None = None,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
@@ -234,7 +230,6 @@ def merge_round(
         path: Returns the length of the path that a norm is compared by, from the number of steps that weigh.
         seen: The work of each contribution that weighs.
         scores: The islands' scores before the round.
-        step: The run's step before the round.
         spectra: How the matrices share this machine's threads. It changes no bit.
     """
     known, sent = dict(scores or {}), _sent(addends, version, path, seen)
@@ -242,14 +237,13 @@ def merge_round(
     judged = judge(known, sent, spans, live) if config.scores else unjudged(known, len(sent))
     final, usual = weights.final(sent, judged.factors, config), weights.limit(fragment.norms, config.clip)
     clips = [weights.clip(one.norm, min(usual, own)) for one, own in zip(sent, judged.limits, strict=True)]
-    norms = replace(fragment.norms, step=step)
     if not any(final):
         published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
-        kept = replace(fragment, norms=norms, published_N=published_N)
+        kept = replace(fragment, published_N=published_N)
         members = _members(addends, version, final, clips, judged)
         return MergedRound(kept, staleness, members, 0.0, judged.scores, seen.credit, difference)
     weighed = weights.weigh(final, [one.staleness for one in sent], config, staleness)
-    acc, largest = merge_rules.begin(groups), max(final)
+    acc, norms, largest = merge_rules.begin(groups), fragment.norms, max(final)
     relative = [
         weight / largest for weight in final
     ]  # no sum of them overflows, and a contribution alone keeps its bits
@@ -258,7 +252,7 @@ def merge_round(
             spectra.between()  # many large contributions take longer than a merger's lease
         if weight:
             acc = merge_rules.accumulate(acc, addend.body, groups, addend.norms, weight=weight, clip=clip)
-            norms = norms.with_norm(one.norm * clip)
+            norms = weights.with_norm(norms, one.norm * clip)
     merged_N = merge_rules.finish(acc, groups, total_weight=sum(relative), gain=weighed.gain, spectra=spectra)
     now = _participation(now, sent, judged.factors, live)
     params_N, outer_state = outer_step(outer, fragment, merged_N, now)
@@ -324,4 +318,4 @@ def outer_step(
 def new_state(params_N: Vector, outer: OuterOptimizer) -> FragmentState:
     """Return the state of a fragment before its first round."""
     params = jax.numpy.asarray(params_N)
-    return FragmentState(params, outer.init(params), NormWindow(), params)
+    return FragmentState(params, outer.init(params), (), params)

@@ -17,7 +17,7 @@ from archipelago.broker.wire import digest
 from archipelago.merger.accounts import ACCOUNTS_MAX, Account
 from archipelago.merger.claims import usual_batch
 from archipelago.merger.scores import Score
-from archipelago.merger.weights import NormWindow, RunningMean
+from archipelago.merger.weights import Norms, RunningMean
 
 #: How many incarnations of islands are remembered. Those that were silent longest are forgotten first.
 INCARNATIONS_MAX = 4096
@@ -40,7 +40,7 @@ class FragmentState:
 
     params_N: jax.Array
     outer: Any
-    norms: NormWindow
+    norms: Norms
     published_N: jax.Array
 
 
@@ -142,7 +142,7 @@ class RunState:
     merged: int = 0
     staleness: RunningMean = field(default_factory=RunningMean)
     timing: RoundTiming = field(default_factory=RoundTiming)
-    norms: dict[int, NormWindow] = field(default_factory=dict)
+    norms: dict[int, Norms] = field(default_factory=dict)
     seen: dict[str, Sequences] = field(default_factory=dict)
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -243,10 +243,10 @@ class RunState:
         return vars(self) | {
             "staleness": asdict(self.staleness),
             "timing": asdict(self.timing),
-            "norms": {str(p): [window.step, *window.norms] for p, window in self.norms.items()},
+            "norms": {str(p): list(norms) for p, norms in self.norms.items()},
             "seen": {key: sequences.to_list() for key, sequences in self.seen.items()},
             "cursors": {name: list(cursor) for name, cursor in self.cursors.items()},
-            "accounts": {island: account.to_values() for island, account in self.accounts.items()},
+            "accounts": {island: account.to_list() for island, account in self.accounts.items()},
         }
 
     def to_json(self) -> str:
@@ -276,11 +276,11 @@ class RunState:
                 merged=int(values["merged"]),
                 staleness=RunningMean(**values["staleness"]),
                 timing=RoundTiming(**values["timing"]),
-                norms={int(p): NormWindow(tuple(norms), int(step)) for p, (step, *norms) in values["norms"].items()},
+                norms={int(p): tuple(map(float, norms)) for p, norms in values["norms"].items()},
                 seen={key: Sequences.from_list(numbers) for key, numbers in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
                 usual_batch=float(values["usual_batch"]),
-                accounts={str(island): Account.from_values(each) for island, each in values["accounts"].items()},
+                accounts={str(island): Account.from_list(each) for island, each in values["accounts"].items()},
                 refused={str(code): int(count) for code, count in values["refused"].items()},
                 refused_tokens=int(values["refused_tokens"]),
                 bytes_up=int(values["bytes_up"]),

@@ -189,7 +189,7 @@ class MergerCollector:
             "round": merger.state.closed if serves else math.nan,
             "live_islands": len(merger.live) if serves else math.nan,
             "idle_islands": len(merger.liveness.idle) if serves else math.nan,
-            "refused_contributions_total": merger.inbox.refused,
+            "refused_contributions_total": merger.inbox.codes.total(),
             "round_age_seconds": rounds.clock() - rounds.closed_at,
             "busy_ratio": load.busy if load else math.nan,
             "spectra_ratio": load.spectra if load else math.nan,

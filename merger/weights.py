@@ -33,6 +33,8 @@ ENOUGH = 8
 INTERVALS_MOST = 4
 #: A path counts at least this share of the peak learning rate per step, because the rate may fall to 0 at the end.
 RATE_LEAST = 1e-3
+#: Norm over path of the last merged contributions to a fragment after clipping, oldest first.
+Norms = tuple[float, ...]
 #: The weight of a contribution without tokens. One with a single token in a single step weighs 1.
 _IDLE = 1e-9
 #: A weight above its bound by less than this share is within it, because sums are rounded.
@@ -185,39 +187,27 @@ def clip(norm: float, limit: float) -> float:
     return limit / norm if norm > limit else 1.0
 
 
-@dataclass(frozen=True)
-class NormWindow:
-    """Norm over path of the last WINDOW merged contributions after clipping, oldest first.
+def with_norm(norms: Norms, clipped_norm: float) -> Norms:
+    """Return the norms with one more, of which the newest WINDOW are remembered.
 
-    Attributes:
-        norms: The norms.
-        step: The run's step before the round that added the newest ones.
+    Pass the norm after clipping. An attacker who sends ever larger contributions then moves the median by no more than
+    the clipping multiple in half a window.
+
+    Raises:
+        ValueError: The norm is negative or not finite.
     """
-
-    norms: tuple[float, ...] = ()
-    step: int = 0
-
-    def with_norm(self, clipped_norm: float) -> NormWindow:
-        """Return the window with one more norm, without the oldest one when it is full.
-
-        Pass the norm after clipping. An attacker who sends ever larger contributions then moves the median by no more
-        than the clipping multiple in half a window.
-
-        Raises:
-            ValueError: The norm is negative or not finite.
-        """
-        if not (math.isfinite(clipped_norm) and clipped_norm >= 0.0):
-            raise ValueError(f"a norm must be finite and not negative, not {clipped_norm}")
-        return NormWindow((*self.norms, short(clipped_norm))[-WINDOW:], self.step)
+    if not (math.isfinite(clipped_norm) and clipped_norm >= 0.0):
+        raise ValueError(f"a norm must be finite and not negative, not {clipped_norm}")
+    return (*norms, short(clipped_norm))[-WINDOW:]
 
 
-def limit(window: NormWindow, multiple: float) -> float:
+def limit(norms: Norms, multiple: float) -> float:
     """Return the largest norm over path that is not clipped, `multiple · median`.
 
     It is infinite when `multiple` is 0, when fewer than ENOUGH norms are known, and when the median is 0, because a
     fragment that has not moved so far must be able to start.
     """
-    if multiple == 0.0 or len(window.norms) < ENOUGH:
+    if multiple == 0.0 or len(norms) < ENOUGH:
         return math.inf
-    usual = median(window.norms)
+    usual = median(norms)
     return multiple * usual if usual > 0.0 else math.inf

@@ -223,7 +223,7 @@ def combined_state(states: Mapping[int, str]) -> str:
     return json.dumps(
         found[0]
         | {
-            "accounts": {island: {"tokens": tokens} for island, tokens in _merged_tokens(found.values()).items()},
+            "accounts": {island: [tokens] for island, tokens in merged_tokens(*found.values()).items()},
             "refused": _summed(state.get("refused") for state in found.values()),
             "covered": min(_count(state.get("covered")) for state in found.values()),
         }
@@ -264,10 +264,10 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}s {', '.join(words[:-1])} and {words[-1]}"
 
 
-def _merged_tokens(states: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the merged tokens of each island, from the accounts in the states of all shards."""
+def merged_tokens(*states: Mapping[str, Any]) -> dict[str, int]:
+    """Return the merged tokens of each island, summed over fragments, from the accounts in the states of all shards."""
     every = (accounts for state in states if isinstance(accounts := state.get("accounts"), dict))
-    return _summed({n: a.get("tokens") for n, a in of.items() if isinstance(a, dict)} for of in every)
+    return _summed({name: each[0] for name, each in of.items() if isinstance(each, list) and each} for of in every)
 
 
 def _parsed(state: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from archipelago.broker.control import Control, run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import UNSAVED, Books, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Presence
+from archipelago.broker.shards.reader import merged_tokens
 from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -107,7 +108,7 @@ def summarise(
     parts = parts_by_island(tape)
     last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
     figures = _figures(state)
-    merged = _merged_tokens(figures)
+    merged = merged_tokens(figures)
     islands = tuple(
         _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
     )
@@ -171,14 +172,6 @@ def _figures(state: str) -> Mapping[str, Any]:
 def _counts(figures: Mapping[str, Any], name: str) -> dict[str, int]:
     found = figures.get(name)
     return {key: count for key, count in found.items() if isinstance(count, int)} if isinstance(found, dict) else {}
-
-
-def _merged_tokens(figures: Mapping[str, Any]) -> dict[str, int]:
-    """Return the merged tokens of each island, summed over the fragments."""
-    try:
-        return {str(island): int(account["tokens"]) for island, account in figures.get("accounts", {}).items()}
-    except (ValueError, AttributeError, KeyError, TypeError, OverflowError):
-        return {}
 
 
 def _balanced(books: Books, pending: Pending) -> bool:

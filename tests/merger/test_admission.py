@@ -118,7 +118,7 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
     expected = "download a download b add a download b add b download c download d add d"
     assert " ".join(done) == expected, "b, which came twice, is opened again and added once"
     assert dict(inbox.codes) == {"expelled": 1, "unreadable": 1, "codec": 1}
-    assert inbox.refused == 3
+    assert inbox.codes.total() == 3
 
 
 def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> None:

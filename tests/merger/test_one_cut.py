@@ -184,7 +184,7 @@ MANIFEST = replace(samples.manifest(), shards=2)
 
 def images(number: int) -> list[Image]:
     """Return the parts of a checkpoint, in which each shard has closed a round."""
-    states = [json.dumps({"closed": k + 1, "covered": number, "accounts": {"a": {"tokens": 10}}}) for k in range(2)]
+    states = [json.dumps({"closed": k + 1, "covered": number, "accounts": {"a": [10]}}) for k in range(2)]
     return [
         samples.image(MANIFEST.of_shard(k), [], noise=b"", number=number, state=state) for k, state in enumerate(states)
     ]

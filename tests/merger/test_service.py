@@ -69,7 +69,7 @@ def test_clipping_compares_norms_by_the_path_at_the_runs_own_step() -> None:
     assert path(CONFIG, 4, 4 * 12) > 10 * path(CONFIG, 4, 4)
     clips = [member.clip for entry in run.transport.reader.tape(20) for member in entry.members]
     assert clips[:20] == [1.0] * 20
-    assert clips[20:] == pytest.approx([0.03] * 4), "clipped to three times the usual norm"
+    assert clips[20:] == pytest.approx([0.03] * 4, rel=0.1), "clipped to three times the usual norm"
 
 
 def test_a_late_contribution_joins_the_next_round_of_its_fragment() -> None:

@@ -24,7 +24,7 @@ from archipelago.merger.state import (
     Sequences,
     _digested,
 )
-from archipelago.merger.weights import NormWindow, RunningMean
+from archipelago.merger.weights import RunningMean
 from tests import samples
 from tests.failing import failing
 
@@ -34,7 +34,7 @@ FULL = RunState(
     tokens=1000,
     staleness=RunningMean(0.9),
     timing=RoundTiming(0.25, 1.5),
-    norms={0: NormWindow((1.0, 2.0), 36), 1: NormWindow()},
+    norms={0: (1.0, 2.0), 1: ()},
     seen={"a/x": Sequences(3, {5, 7}, 6), "b/y": Sequences()},
     cursors={"0": (0, 96), "7": (2, 0)},
     accounts={"a": Account(6, 700, 40, 0.25, 12.5, 24, Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1)), "b": Account(5, 300)},
@@ -60,7 +60,7 @@ def test_only_an_undamaged_state_is_read() -> None:
         "norms": [{"first": [1.0]}],
         "seen": [[], {"a/x": [0, [1]]}],
         "cursors": [{"0": [1]}],
-        "accounts": [{"a": []}, {"a": {"score": [1.0]}}, {"a": {"step_seconds": "slow"}}],
+        "accounts": [{"a": []}, {"a": [1] * 14}, {"a": ["many", *[1] * 12]}],
         "covered": [None],
     }
     damaged = [_digested(values | {name: value}) for name, all_ in wrong.items() for value in all_]

@@ -22,10 +22,10 @@ from tests import samples
 
 
 def test_counts_of_the_mergers_are_added_up() -> None:
-    first = {"closed": 7, "accounts": {"a": {"tokens": 3}}, "refused": {"late": 1}, "covered": 3}
-    second = {"closed": 5, "accounts": {"a": {"tokens": 4}, "b": {"tokens": 1}}, "refused": {}, "covered": 1}
+    first = {"closed": 7, "accounts": {"a": [3]}, "refused": {"late": 1}, "covered": 3}
+    second = {"closed": 5, "accounts": {"a": [4], "b": [1]}, "refused": {}, "covered": 1}
     found = json.loads(combined_state({0: json.dumps(first), 1: json.dumps(second)}))
-    assert found["accounts"] == {"a": {"tokens": 7}, "b": {"tokens": 1}}
+    assert found["accounts"] == {"a": [7], "b": [1]}
     assert found["refused"] == {"late": 1}
     assert found["covered"] == 1
     assert combined_state({0: "", 1: ""}) == ""

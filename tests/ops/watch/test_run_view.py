@@ -50,9 +50,7 @@ PRESENCES = [
 BOOKS = Books(published=10, published_tokens=1000, merged=6, merged_tokens=601, refused=1, refused_tokens=100,
               bytes_up=5_000, bytes_down=6_000_000)  # fmt: skip
 EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0, 4.25])]
-MERGED = json.dumps(
-    {"accounts": {n: {"tokens": tokens} for n, tokens in zip("abdex", (1801, 400, 140, 4, 1000), strict=True)}}
-)
+MERGED = json.dumps({"accounts": {n: [tokens] for n, tokens in zip("abdex", (1801, 400, 140, 4, 1000), strict=True)}})
 CURSORS = {"0": (2, 0), "1": (1, 96), "2": (0, 7)}
 MEMORY = Memory(7_000, 0)
 VIEW = summarise(MANIFEST, TAPE, PRESENCES, BOOKS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
@@ -179,7 +177,7 @@ def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
     """The island may have died between two heartbeats."""
     gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
     books = Books(published=1, published_tokens=200, merged=1, merged_tokens=200)
-    view = seen(presences=[gone], books=books, state='{"accounts": {"d": {"tokens": 200}}}')
+    view = seen(presences=[gone], books=books, state='{"accounts": {"d": [200]}}')
     assert (view.tokens_trained, view.tokens_merged, view.tokens_lost) == (100, 100, 0)
 
 
@@ -199,10 +197,10 @@ def test_the_books_balance_in_contributions_and_in_tokens() -> None:
 
 
 def test_a_state_of_any_form_is_read_as_far_as_possible() -> None:
-    state = '{"accounts": {"a": {"tokens": 14}}, "refused": {"wire.payload": 2}, "covered": "many"}'
+    state = '{"accounts": {"a": [14]}, "refused": {"wire.payload": 2}, "covered": "many"}'
     view = seen(presences=PRESENCES[:1], state=state)
     assert (view.islands[0].tokens_merged, view.refused_by_code, view.covered) == (7, {"wire.payload": 2}, 0)
-    for state in ("", "{}", "[]", "no JSON", '{"accounts": 3}', '{"accounts": {"a": {"tokens": "many"}}}'):
+    for state in ("", "{}", "[]", "no JSON", '{"accounts": 3}', '{"accounts": {"a": ["many"]}}'):
         assert seen(presences=PRESENCES[:1], state=state).islands[0].tokens_merged == 0, state
 
 
