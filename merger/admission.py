@@ -48,8 +48,6 @@ NAMELESS_MAX = 4
 NAMELESS = "?"
 
 log = logging.getLogger(__name__)
-#: Returns a contribution with the claims that the merger believes.
-Believed = Callable[[Contribution], Contribution]
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,6 @@ class Inbox:
         transport: The connection to the run.
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
-        believed: Returns a contribution with the claims that the merger believes.
         beside: Downloads and checks the next contributions.
         between: Called between two contributions, and while a download is awaited: they may take longer than a lease.
     """
@@ -146,7 +143,6 @@ class Inbox:
         transport: MergerTransport,
         rules: RoundMerge,
         is_expelled: Callable[[str], bool],
-        believed: Believed,
         beside: Spawn = at_once,
         between: Callable[[], object] = nothing,
     ) -> None:
@@ -155,7 +151,7 @@ class Inbox:
         self.withdrawn: Counter[str] = Counter()
         #: How many contributions this process has refused, by code.
         self.codes: Counter[str] = Counter()
-        self._is_expelled, self._believed = is_expelled, believed
+        self._is_expelled, self._range_sequences = is_expelled, claims.range_sequences(rules.manifest)
         self._beside, self._between = beside, between
         self._waiting: dict[int, Waiting] = {}  # by fragment
         self._identities: set[tuple[str, str, int]] = set()
@@ -218,7 +214,7 @@ class Inbox:
             if reason is None and opening is not None and delivery.entry not in self._entries:
                 opened = awaited(opening, self._between)
                 if isinstance(opened, Addend):
-                    believed = self._believed(opened.contribution)
+                    believed = self._believed(opened.contribution, state)
                     self._put(replace(opened, contribution=believed))
                     self._use_up(believed, state)
                     yield believed
@@ -268,6 +264,15 @@ class Inbox:
             return self.rules.opened(delivery.with_payload())
         except WireError as error:
             return Reason(error.code, error.reason)
+
+    def _believed(self, contribution: Contribution, state: RunState) -> Contribution:
+        """Return the contribution with the claims that the merger believes."""
+        manifest, account = self.rules.manifest, state.accounts.get(contribution.island)
+        config, fragments = steered(manifest.config, state.steered), len(manifest.fragments)
+        steps = claims.steps_read(contribution, account, state.closed, config.sync.interval, fragments)
+        cursors = state.cursors, self.cursors
+        data = claims.believed_data(contribution, steps, *cursors, config, self._range_sequences)
+        return replace(contribution, data=data, tokens=claims.counted_tokens(contribution, config))
 
     def _put(self, addend: Addend) -> None:
         """Let a contribution wait for its fragment's next round."""

@@ -201,7 +201,7 @@ def steps_read(contribution: Contribution, account: Account | None, closed: int,
     """
     if account is None:
         return min(contribution.steps, FIRST_BURST_INTERVALS * interval)
-    return math.ceil((BURST_INTERVALS * fragments + max(0, closed - account.round)) * interval / fragments)
+    return math.ceil((BURST_INTERVALS + max(0, closed - account.round) / fragments) * interval)
 
 
 def believed_data(

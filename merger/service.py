@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
 from archipelago.broker.errors import WithdrawnError
@@ -103,9 +102,8 @@ class Merger:
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         self.liveness = Liveness()
-        self._range_sequences = claims.range_sequences(self.manifest)
         download = beside("download", AHEAD)
-        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, download, self._renew)
+        self.inbox = Inbox(transport, self.rules, self.controls.refuses, download, self._renew)
         self.compactor = Compactor(transport, self.manifest, clock, beside("compaction"), restart_seconds)
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
@@ -278,15 +276,6 @@ class Merger:
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
             if (island in self.live) == contribution.farewell:
                 self.live = self.live ^ {island}
-
-    def _believed(self, contribution: Contribution) -> Contribution:
-        """Return the contribution with the claims that the merger believes."""
-        account, of_run = self.state.accounts.get(contribution.island), len(self.manifest.fragments)
-        steps = claims.steps_read(contribution, account, self.state.closed, self.config.sync.interval, of_run)
-        cursors = self.state.cursors, self.inbox.cursors
-        data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
-        config = self.controls.next_config(self.state)
-        return replace(contribution, data=data, tokens=claims.counted_tokens(contribution, config))
 
     # -- closing ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Contribution, Refusal
+from archipelago.broker.messages import Refusal
 from archipelago.broker.ranges import POSITIONS_MAX
 from archipelago.broker.transport import Transport
 from archipelago.merger import admission
@@ -94,10 +94,6 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
     state = RunState()
     done: list[str] = []
 
-    def believed(contribution: Contribution) -> Contribution:
-        done.append(f"add {contribution.island}")
-        return contribution
-
     def delivery(name: str) -> Delivery:
         contribution, payload = samples.packed(np.ones(MANIFEST.sizes[0], np.float32), island=name)
         if name == "y":
@@ -112,9 +108,10 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
 
         return Delivery(f"{name}/1-0", contribution, download=download)
 
-    inbox = Inbox(transport, rules, {"x"}.__contains__, believed)
+    inbox = Inbox(transport, rules, {"x"}.__contains__)
     deliveries = [delivery(name) for name in "abxbcyd"]
-    assert [c.island for c in inbox.receive(deliveries, state, epoch)] == ["a", "b", "d"]
+    for contribution in inbox.receive(deliveries, state, epoch):
+        done.append(f"add {contribution.island}")
     expected = "download a download b add a download b add b download c download d add d"
     assert " ".join(done) == expected, "b, which came twice, is opened again and added once"
     assert dict(inbox.codes) == {"expelled": 1, "unreadable": 1, "codec": 1}
@@ -135,7 +132,7 @@ def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> 
 
         return Delivery(f"{name}/1-0", contribution, download=download)
 
-    inbox = Inbox(transport, rules, expelled.__contains__, lambda contribution: contribution)
+    inbox = Inbox(transport, rules, expelled.__contains__)
     assert len(list(inbox.receive(map(delivery, "abc", (3, 9, 5)), state, epoch))) == 3
     expelled.add("b")
     inbox.refuse_expelled(state, epoch)

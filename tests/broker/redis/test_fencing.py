@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +102,23 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
             write()
     assert transport.merger.acquire("merger", 60.0) == epoch + 1
     transport.merger.compact(epoch + 1, placed, after_round=1)
+
+
+def test_all_fields_of_the_state_are_those_of_the_last_write(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """A write sends only those that have changed, unless someone has changed them, too."""
+    key, steps = Keys(transport.run).state, ("nothing", "deleted", "a list", "another digest")
+    for number, damage in enumerate(steps):
+        if damage in ("deleted", "a list"):
+            raw.delete(key)
+        if damage == "a list":
+            raw.rpush(key, "x")
+        elif damage == "another digest":
+            raw.hset(key, mapping={"digest": '"x"', "closed": "9"})
+        state = {"accounts": {f"i{number}": [1], "kept": [None]}, "closed": 3, "digest": f"{number}"}
+        text = json.dumps(state, sort_keys=True)
+        with failing(BrokerError, "broker.damaged") if damage == "a list" else nullcontext():
+            transport.merger.refuse(epoch, [], text, {})
+        assert transport.reader.merger_state() == text, damage
 
 
 def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
