@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,8 @@ class CheckpointStore:
         self.folder = folder.absolute()  # as Orbax requires
         self.keep = keep
         self.fetch = fetch
+        #: Returns checkpoints that must stay because they are being copied.
+        self.held: Callable[[], Collection[int]] = tuple
         #: The stores of all shards of the run, this one among them.
         self.parts: Sequence[CheckpointStore] = (self,)
 
@@ -106,7 +108,7 @@ class CheckpointStore:
     def save(self, image: Image) -> None:
         """Write a checkpoint, whole or not at all, and delete those beyond the newest `keep`.
 
-        In a run with several shards, the newest one that is complete stays, too.
+        In a run with several shards, the newest one that is complete stays, too, and so do those that are `held`.
 
         Raises:
             ConfigError: A newer one exists, or it cannot be written (`checkpoint.write`).
@@ -121,7 +123,7 @@ class CheckpointStore:
         failpoint("checkpoint.before")
         try:
             items = _arrays_of(image)
-            kept = _Kept(self.keep, self.complete()[-1:])
+            kept = _Kept(self.keep, {*self.complete()[-1:], *self.held()})
             _save(self.folder, kept, image.number, items, _metadata_of(image, items))
         except FILE_FAULTS as error:
             raise ConfigError(
@@ -296,7 +298,7 @@ class _Kept:
     """A preservation policy of Orbax: the newest `count` checkpoints stay, and those in `besides`."""
 
     count: int
-    besides: Sequence[int]
+    besides: Collection[int]
 
     def should_preserve(self, checkpoints: Sequence[Any], **_context: Any) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]

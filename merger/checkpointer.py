@@ -10,13 +10,14 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.commits import Image
-from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import UNSAVED, Books, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
@@ -179,7 +180,10 @@ class Checkpointer:
         """Begin to copy, if that is allowed. Only the merger that serves calls this."""
         if self._may_copy and self.copier is not None:
             self._may_copy = False
-            self.copier.start()
+            newest = None
+            with suppress(ConfigError):  # the next checkpoint reports it
+                newest = max(self.store.numbers(), default=None)
+            self.copier.start(newest)
 
     def close(self) -> None:
         """Wait for the copy of the last checkpoint, for some time."""

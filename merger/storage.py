@@ -127,8 +127,9 @@ class MergerFolder:
     def _copier(self, manifest: Manifest) -> Copier:
         assert self._bundles is not None  # noqa: S101
         besides = self._complete_in_bucket if len(self._parts) > 1 else tuple
-        uploads = self.path / "uploads"
-        return Copier(self._bundles, self.store.folder, uploads, _about(manifest), self.store.keep, besides)
+        copier = Copier(self._bundles, self.store.folder, _about(manifest), self.store.keep, besides)
+        self.store.held = copier.held
+        return copier
 
     def newest(self) -> Sequence[Image]:
         """Return each shard's part of the newest checkpoint that is complete and sound; nothing if there is none.

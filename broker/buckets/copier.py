@@ -1,26 +1,20 @@
 """Copies of checkpoints in a bucket, made in the background, so that a slow or failing bucket delays nothing.
 
-A process that writes checkpoints offers each of them to a `Copier`, which copies the newest. An offer links the files
-into a folder of their own, so the checkpoint may be deleted, and they stay on this disk until they have arrived or a
-newer one is offered. After a failure the copier tries again, with growing pauses, for as long as its process lives. A
-later process of the run continues with the newest of these folders.
+A process that writes checkpoints offers each of them to a `Copier`, which copies the newest. What it still needs
+(`held`) must stay on the disk until it has arrived or a newer one is offered. After a failure the copier tries again,
+with growing pauses, for as long as its process lives. A later process of the run begins with the newest one there.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketError
-from archipelago.broker.wire import digest
 
 #: The pauses between two tries, in seconds: the first, and the longest.
 RETRY_SECONDS, RETRY_SECONDS_MAX = 5.0, 300.0
@@ -36,7 +30,6 @@ class Copier:
     Args:
         bundles: Where the copies go.
         folder: The folder of the checkpoints, which are folders with their numbers as names.
-        uploads: A folder on the same disk, for the files that are on their way.
         about: The `run` and its `uid`. Bundles of another run are neither replaced nor deleted.
         keep: How many of the newest bundles are kept.
         besides: Returns the numbers of older bundles that are kept, too.
@@ -46,50 +39,38 @@ class Copier:
         self,
         bundles: Bundles,
         folder: Path,
-        uploads: Path,
         about: Mapping[str, str],
         keep: int,
         besides: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self.bundles, self.folder, self.uploads, self.about, self.keep = bundles, folder, uploads, dict(about), keep
-        self._besides, self._run = besides, digest(repr(sorted(about.items())).encode())[:8]
+        self.bundles, self.folder, self.about, self.keep, self._besides = bundles, folder, dict(about), keep, besides
         #: The newest number in the bucket, as far as it is known. Numbers of new checkpoints must be greater.
         self.newest = -1
         #: Why the last try failed; empty if it did not.
         self.trouble = ""
         self._failures = 0
         self._news: deque[str] = deque()
-        self._waiting: Path | None = None  # the staged folders of the checkpoint that waits, and of the one on its way
-        self._moving: Path | None = None
-        self._lock = threading.Lock()  # over what waits, here and on the disk
+        self._waiting: int | None = None  # the checkpoint that waits, and the one on its way
+        self._moving: int | None = None
+        self._lock = threading.Lock()  # over both
         self._offered, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to work in the background, with the checkpoint of this run that an earlier process has left."""
-        self._waiting = self._left()
+    def held(self) -> set[int]:
+        """Return the checkpoints that must stay on the disk."""
+        with self._lock:
+            return {number for number in (self._waiting, self._moving) if number is not None}
+
+    def start(self, newest: int | None) -> None:
+        """Begin to work in the background, with the newest checkpoint on the disk, which may not have been copied."""
+        self._waiting = newest
         self._thread = threading.Thread(target=self._work, name="bucket-copier", daemon=True)
         self._thread.start()
 
     def offer(self, number: int) -> None:
-        """Copy a checkpoint soon, instead of one that waits. Its files are linked now, and may be deleted then.
-
-        A refusal by the disk is logged; the checkpoint is not copied then.
-        """
-        # Other processes may offer that number, too.
-        place = self.uploads / f"{number}-{self._run}-{secrets.token_hex(4)}"
-        stage = place.with_name(f".{place.name}")
-        try:
-            shutil.copytree(self.folder / str(number), stage, copy_function=_link)
-            stage.rename(place)
-        except OSError as error:
-            shutil.rmtree(stage, ignore_errors=True)
-            self._tell(BucketError(f"checkpoint {number} cannot be linked ({error!s:.200})", "Is the disk full?"))
-            return
+        """Copy a checkpoint soon, instead of one that waits."""
         with self._lock:
-            before, self._waiting = self._waiting, place
-            if before and before != self._moving:  # the turn in progress deletes what is on its way
-                shutil.rmtree(before, ignore_errors=True)
+            self._waiting = number
         self._offered.set()
 
     def close(self, seconds: float = FINISH_SECONDS) -> bool:
@@ -102,10 +83,8 @@ class Copier:
         if self._thread is not None:
             self._thread.join(seconds)
         if self._waiting is not None:
-            log.warning(
-                "checkpoint %s is not in %s yet; it is copied when this process is started again",
-                _number_of(self._waiting), self.bundles.folder, extra={"code": "bucket.behind"},
-            )  # fmt: skip
+            what = "checkpoint %s is not in %s yet; it is copied when this process is started again"
+            log.warning(what, self._waiting, self.bundles.folder, extra={"code": "bucket.behind"})
         return self._waiting is None
 
     def news(self) -> list[str]:
@@ -115,9 +94,9 @@ class Copier:
     def turn(self) -> float:
         """Try to copy what waits. Return the seconds until the next try; 0 if nothing failed."""
         with self._lock:
-            place = self._moving = self._waiting
+            number = self._moving = self._waiting
         try:
-            self._copy(place)
+            self._copy(number)
         except (BucketError, OSError) as error:
             self._failures += 1
             self._tell(error)
@@ -125,18 +104,9 @@ class Copier:
         finally:
             with self._lock:
                 self._moving = None
-                if place is not None and place != self._waiting:  # it has arrived, or a newer one waits
-                    shutil.rmtree(place, ignore_errors=True)
         self._failures = 0
         self._tell(None)
         return 0.0
-
-    def _left(self) -> Path | None:
-        """Return the newest folder that another process of this run has left."""
-        with suppress(OSError):  # another process may have just deleted it
-            found = self.uploads.glob(f"[0-9]*-{self._run}-*")
-            return max(found, key=lambda place: (_number_of(place), place.stat().st_mtime_ns), default=None)
-        return None
 
     def _work(self) -> None:
         while True:  # the first turn learns which numbers the bucket holds
@@ -152,29 +122,25 @@ class Copier:
             if self._closing.is_set() and self._waiting is None:
                 return
 
-    def _copy(self, place: Path | None) -> None:
+    def _copy(self, number: int | None) -> None:
         numbers = self.bundles.numbers()
-        self.newest = max([self.newest, *numbers])
+        newest = numbers[-1] if numbers else -1
+        self.newest = max(self.newest, newest)
         if numbers:
-            self._require_ours(numbers[-1])
-        if place is None:
+            self._require_ours(newest)
+        if number is None:
             return
-        number = _number_of(place)
-        if number <= max(numbers, default=-1):  # the next checkpoint gets a greater number
-            log.info("checkpoint %s is not copied: %s holds %s already", number, self.bundles.folder, numbers[-1])
-        elif not place.is_dir():
-            log.warning("checkpoint %s is not copied: it was deleted from %s", number, self.uploads)
-        else:
-            self.bundles.put(number, place, self.about)
+        if number < newest:  # the next checkpoint gets a greater number
+            log.info("checkpoint %s is not copied: %s holds %s already", number, self.bundles.folder, newest)
+        elif not (self.folder / str(number)).is_dir():
+            log.warning("checkpoint %s is not copied: it was deleted from %s", number, self.folder)
+        elif number > newest:
+            self.bundles.put(number, self.folder / str(number), self.about)
             self.newest = number
             log.info("checkpoint %s is in %s", number, self.bundles.folder)
         with self._lock:
-            if self._waiting == place:
+            if self._waiting == number:
                 self._waiting = None
-        for left in self.uploads.glob("*[0-9]-*"):
-            # A killed process may have left it. No process copies it any more, because its number is too low now.
-            if _number_of(left) < number:
-                shutil.rmtree(left, ignore_errors=True)
         try:
             self.bundles.prune(self.keep, self._besides())
         except BucketError as error:  # the copy is there; a bucket may allow no deletions
@@ -209,15 +175,3 @@ class Copier:
         elif before:
             log.info("the bucket works again: %s", self.bundles.folder, extra={"code": "bucket.recovered"})
             self._news.append(f"copied again: the bucket {self.bundles.folder} works")
-
-
-def _number_of(place: Path) -> int:
-    return int(place.name.strip(".").partition("-")[0])
-
-
-def _link(source: str, target: str) -> None:
-    """Link a file, or copy it where that is impossible."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

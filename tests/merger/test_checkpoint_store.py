@@ -129,7 +129,11 @@ def test_the_newest_are_kept_and_the_newest_of_all_is_loaded_by_default(tmp_path
     assert (store.numbers(), directories(tmp_path), store.next_number()) == ([7, 8], ["7", "8"], 9)
     assert plain(store.load()) == plain(image(8, 1, 1))
     assert plain(store.load(7)) == plain(image(7, 1))
-    for number in (7, 8):
+    store.held = lambda: [7]  # it is being copied
+    store.save(image(9, 2, 1))
+    store.save(image(10, 2, 2))
+    assert store.numbers() == [7, 9, 10]
+    for number in (7, 10):
         with failing(ConfigError, "checkpoint.write"):
             store.save(image(number, 1))
     for folder, number in ((tmp_path, 5), (tmp_path / "missing", 1)):
