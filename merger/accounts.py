@@ -80,7 +80,7 @@ class Sighting:
         age_seconds: Its age when the merger last looked, by the broker's clock.
         arrived_at: When the merger last noticed that a heartbeat had arrived.
         first_at: When the merger first saw the island.
-        first_round: The last closed round at that time.
+        first_round: How many rounds had closed at that time.
     """
 
     heartbeat: Heartbeat
@@ -97,7 +97,7 @@ class Liveness:
         #: Live islands that do not count, because they have not contributed for too long or are too many newcomers.
         self.idle: frozenset[str] = frozenset()
         self._sightings: dict[str, Sighting] = {}
-        #: When each island has contributed last: the last closed round, and the merger's clock.
+        #: When each island has contributed last: how many rounds had closed, and the merger's clock.
         self._heard: dict[str, tuple[int, float]] = {}
 
     def load(self, islands: Iterable[str], now: float, closed: int) -> None:
@@ -116,7 +116,7 @@ class Liveness:
         Args:
             presences: The heartbeats that the broker holds.
             now: The merger's clock.
-            closed: The last closed round.
+            closed: How many rounds have closed.
         """
         before, self._sightings = self._sightings, {}
         live = []

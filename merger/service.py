@@ -144,7 +144,7 @@ class Merger:
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
             checkpointer.load(self.manifest, self.state.closed)
-        self.liveness.load(self.state.accounts, self.clock(), self.state.closed)
+        self.liveness.load(self.state.accounts, self.clock(), self._closed_count)
         self.rounds = Rounds(self.manifest, self.state)
         self.inbox.clear()
         self.compactor.load(found.full, found.uncovered, found.snapshots)
@@ -252,11 +252,16 @@ class Merger:
         self.transport.merger.forget(self.epoch, every)
         refused = (self.controls.refuses, self.inbox.is_fickle)
         presences = [p for p in every if not any(refuses(p.heartbeat.island) for refuses in refused)]
-        self.live = self.liveness.look(presences, self.clock(), self.state.closed)
+        self.live = self.liveness.look(presences, self.clock(), self._closed_count)
         self._has_islands = any(presence.is_live for presence in presences)
         unreadable = {number for presence in presences if presence.is_live for number in presence.unreadable}
         self.compactor.want(unreadable & set(self.manifest.own_fragments))
         self.controls.tell_of_idle(self.liveness.idle)
+
+    @property
+    def _closed_count(self) -> int:
+        """How many rounds of this run or shard have closed."""
+        return self.manifest.own_rounds.until(self.state.closed)
 
     def _follow_controls(self, requests: Mapping[str, str]) -> None:
         """Apply the operator's requests if they have changed."""
@@ -270,7 +275,7 @@ class Merger:
     def _receive(self, deliveries: Iterable[Delivery]) -> None:
         for contribution in self.inbox.receive(deliveries, self.state, self.epoch):
             island, now = contribution.island, self.clock()
-            self.liveness.heard(island, now, self.state.closed)
+            self.liveness.heard(island, now, self._closed_count)
             self.rounds.answer(contribution, now)
             self._heard_at = now
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.

@@ -17,11 +17,11 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Marker, Resume
+from archipelago.broker.messages import Contribution, Marker, Resume
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.islands.sync.adoption import AnyReplica, Parameters, is_sound, not_finite
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
+from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import averaged
 from archipelago.islands.sync.heartbeat import SMOOTHING, Losses, MemoryMeter, Speed, Totals, heartbeat
@@ -281,7 +281,7 @@ class Participant:
         count = self.ledger.counts[p]
         shard, name = self.manifest.shard_layout.shard_of(number), self._codec(p)
         self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval, SMOOTHING)
-        header = ContributionHeader(
+        header = Contribution(
             island=self.name,
             incarnation=self.incarnation,
             sequence=self._sequences[shard],
@@ -295,6 +295,8 @@ class Participant:
             step_seconds=self.speed.step_seconds,
             farewell=farewell,
             codec=name,
+            bytes=0,  # these two once it is encoded
+            digest="",
             data=self.positions,
         )
         parts = self._replica.measure(p, self.parameters.named(), name)

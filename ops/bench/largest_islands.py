@@ -17,12 +17,12 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.broker.messages import Refusal, Resume, Snapshot
+from archipelago.broker.messages import Contribution, Refusal, Resume, Snapshot
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
+from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.replica import Replica
 from archipelago.ops.bench.harness import INCARNATION, Spent, cpu_seconds, first_version, heartbeat_of, manifest_of
@@ -180,13 +180,13 @@ class WireIsland:
         for x_N in self._replica.adopt(0, self._params, self.arrival.params_N).values():
             x_N.block_until_ready()
 
-    def _header(self, p: int) -> ContributionHeader:
+    def _header(self, p: int) -> Contribution:
         config = self._manifest.config
         steps, step = config.sync.interval, 1 + p * config.sync.interval // config.sync.fragments
-        return ContributionHeader(
+        return Contribution(
             island=self.name, incarnation=INCARNATION, sequence=p, round=p + 1, fragment=p, base=0,
             tokens=steps * config.tokens_per_step, steps=steps, global_step=step, loss=1.0, step_seconds=1.0,
-            farewell=False, codec=config.wire.up,
+            farewell=False, codec=config.wire.up, bytes=0, digest="",
         )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.data.batches import PRIVATE_PASSES
-from archipelago.islands.sync.connection.outbox import ContributionHeader
 from archipelago.islands.worker import Island
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
@@ -142,7 +141,7 @@ class Invariants:
             is_excused = self.leases.get((who, at.range)) != self.simulation.losses
             self.readers[at.range, at.pass_number].append(Reader(who, start, size, start, is_excused))
 
-    def sent(self, who: str, contribution: ContributionHeader) -> None:
+    def sent(self, who: str, contribution: Contribution) -> None:
         """An island sends a contribution, which says how far it has read."""
         said = []
         for place in parse_positions(contribution.data):

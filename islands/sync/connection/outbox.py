@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from archipelago.broker.codecs import Parts, body_of, codec
 from archipelago.broker.config import WireConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.messages import Contribution, Identified
+from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
 from archipelago.islands.sync.connection.uplink import Uplink
@@ -71,41 +71,17 @@ LOST = "lost"
 
 
 @dataclass(frozen=True)
-class ContributionHeader(Identified):
-    """A contribution before its payload is encoded. The fields are those of `Contribution`."""
-
-    island: str
-    incarnation: str
-    sequence: int
-    round: int
-    fragment: int
-    base: int
-    tokens: int
-    steps: int
-    global_step: int
-    loss: float
-    step_seconds: float
-    farewell: bool
-    codec: str
-    data: str = ""
-
-    def with_payload(self, payload: bytes) -> Contribution:
-        """Return the contribution that announces this payload."""
-        return Contribution(**vars(self), bytes=len(payload), digest=digest(payload))
-
-
-@dataclass(frozen=True)
 class Draft:
     """A measured contribution that the link has yet to encode.
 
     Attributes:
-        header: The contribution's fields except those of its payload.
+        header: The contribution, without the size and the digest of its payload.
         parts: The codec's arrays, still on the device.
         elements: The number of the fragment's elements.
         is_sound: Whether the arrays may be sent, judged by the sending thread; None sends them in any case.
     """
 
-    header: ContributionHeader
+    header: Contribution
     parts: Parts
     elements: int
     is_sound: Callable[[Draft], bool] | None = None
@@ -113,7 +89,7 @@ class Draft:
     def encoded(self, zstd_level: int) -> tuple[Contribution, bytes]:
         """Return the contribution and its payload."""
         payload = pack_body(body_of(self.parts), self.header.codec, self.elements, zstd_level)
-        return self.header.with_payload(payload), payload
+        return replace(self.header, bytes=len(payload), digest=digest(payload)), payload
 
 
 @dataclass(frozen=True)
