@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.codecs import Vector
@@ -18,7 +17,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Handover
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, moment_bounds, require_sound
 from archipelago.islands.models.interface import Params
-from archipelago.islands.own_loop.parameters import decode_state, state_digest
+from archipelago.islands.own_loop.parameters import decode_state, is_finite, state_digest
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.replica import Replica
@@ -124,7 +123,7 @@ class Computation:
         """Return the names of the tensors with NaN or infinity; none on several hosts, which would all have to look."""
         if jax.process_count() > 1:
             return []
-        return [name for name, leaf in self.inner.params.items() if not bool(jnp.isfinite(leaf).all())]
+        return [name for name, leaf in self.inner.params.items() if not bool(is_finite(leaf))]
 
     # -- the state of the inner optimiser -----------------------------------------------------------------------------
 

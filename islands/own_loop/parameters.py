@@ -85,7 +85,7 @@ class TreeParameters:
 
     def not_finite(self) -> list[str]:
         """Return the names of the leaves with NaN or infinity."""
-        return [name for name, leaf in self.named().items() if not bool(jnp.isfinite(jnp.asarray(leaf)).all())]
+        return [name for name, leaf in self.named().items() if not bool(is_finite(leaf))]
 
     def _opened(self) -> dict[str, Any]:
         leaves, structure = jax.tree.flatten(self.tree)
@@ -122,6 +122,12 @@ class TreeParameters:
             "Give the parameters that the step returned, in the tree of `run.params`.",
             code="loop.other-tree",
         )
+
+
+@jax.jit
+def is_finite(leaf: Any) -> jax.Array:
+    """Return whether no element is NaN or infinity. As one program, this takes no memory of the leaf's size."""
+    return jnp.isfinite(leaf).all()
 
 
 def _require_like(name: str, leaf: Any, template: Any) -> None:

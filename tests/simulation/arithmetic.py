@@ -57,7 +57,6 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 def install() -> None:
     """Replace JAX in this process for good. Only call this in a process that does nothing else."""
     for module in (
-        archipelago.islands.computation,
         archipelago.islands.sync.arrays,
         archipelago.islands.sync.replica,
         archipelago.merger.outer,

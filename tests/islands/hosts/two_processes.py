@@ -60,7 +60,7 @@ def play(leader: HostLeader, folder: Path) -> list[Any]:
     run.play(island, STEPS)
     store = IslandStore(folder, run.manifest)
     store.save(taken(island))
-    moments = island.computation.optimizer_leaves()
+    _, *moments = copies = island.computation.copies()
 
     # An island that comes back, with no peer there, takes its own optimiser state.
     _, again = begun(leader)
@@ -71,7 +71,7 @@ def play(leader: HostLeader, folder: Path) -> list[Any]:
 
     # A peer has the state of this island, and another one takes it.
     _, third = begun(leader)
-    about, payload = recovery.encode(StateForPeer("a/y", island.computation.copies(), 10), "a/x")
+    about, payload = recovery.encode(StateForPeer("a/y", copies, 10), "a/x")
     third.use_optimizer(third.computation.decode(about, payload), "peer")
     require_same(moments, third.computation.optimizer_leaves())
     third.advance()
