@@ -15,7 +15,7 @@ import numpy as np
 from archipelago.broker.codecs import Vector
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Handover
-from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, moment_bounds, require_sound
+from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds, require_sound
 from archipelago.islands.models.interface import Params
 from archipelago.islands.own_loop.parameters import decode_state, is_finite, state_digest
 from archipelago.islands.placement import Placement
@@ -31,30 +31,33 @@ class Computation:
         replica: The references of all fragments.
         steps: The compiled inner steps.
         placement: Where everything is on several devices; None for one device.
+        has_own_optimizer: Whether the optimiser is not that of the run's config.
     """
 
     def __init__(
         self,
         manifest: Manifest,
         steps: InnerSteps,
-        fresh: Callable[[Params], InnerState],
+        fresh: Callable[[Params], InnerState] | None = None,
         placement: Placement | None = None,
-        bounds: MomentBounds | None = None,
+        *,
+        has_own_optimizer: bool = False,
     ) -> None:
         """Note what the run is, and how it is computed.
 
         Args:
             manifest: The run.
             steps: The compiled inner steps.
-            fresh: Returns the first state of the inner optimiser for parameters.
+            fresh: Returns the first state of the inner optimiser for parameters; that of the run's config by default.
             placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
-            bounds: The bounds on the moments of peers; those of the run's config by default.
+            has_own_optimizer: Whether the optimiser is not that of the run's config, so that nothing bounds its state.
         """
-        self.steps, self.placement = steps, placement
+        inner = manifest.config.inner
+        self.steps, self.placement, self.has_own_optimizer = steps, placement, has_own_optimizer
         self.replica = self._new_replica(manifest)
         self.inner: InnerState
-        self._fresh, self._length = fresh, manifest.config.inner.steps
-        self._check = partial(require_sound, bounds=bounds or moment_bounds(manifest.config.inner))
+        self._fresh, self._length = fresh or partial(begin, inner), inner.steps
+        self._check = partial(require_sound, bounds=MomentBounds() if has_own_optimizer else moment_bounds(inner))
 
     def _new_replica(self, manifest: Manifest) -> Replica:
         return Replica(manifest, self._templates, donates=True)

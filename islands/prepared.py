@@ -88,9 +88,10 @@ class PreparedIsland:
         """Return an island that begins with these snapshots, and makes `scan_steps` inner steps between boundaries."""
         leases = None if name == REHEARSING else link
         supply = self.workload.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, leases))
-        return self.workload.island(
-            name, self.manifest, supply, link, arrivals, incarnation=incarnation, on_marker=on_marker,
-            scan_steps=scan_steps, placement=self.placement, computes=self._computes,
+        computation = self.workload.computation(self.manifest, self.placement, self._computes)
+        return Island(
+            name, self.manifest, computation, supply, link, arrivals, incarnation=incarnation, scan_steps=scan_steps,
+            on_marker=on_marker,
         )  # fmt: skip
 
     def rehearse(self, transport: IslandTransport, awaited: Patience, scan_steps: int) -> None:

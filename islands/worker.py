@@ -14,8 +14,7 @@ import jax
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin
-from archipelago.islands.models.interface import Params
+from archipelago.islands.inner import InnerState
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -35,7 +34,7 @@ class Island(Participant):
         self,
         name: str,
         manifest: Manifest,
-        steps: InnerSteps,
+        computation: Computation,
         batches: Supply,
         link: Link,
         arrivals: Sequence[Arrival],
@@ -43,34 +42,23 @@ class Island(Participant):
         incarnation: str = "",
         scan_steps: int = 1,
         on_marker: Callable[[Island, int], None] | None = None,
-        first_state: Callable[[Params], InnerState] | None = None,
-        bounds: MomentBounds | None = None,
-        placement: Placement | None = None,
-        computes: Callable[..., Computation] = Computation,
     ) -> None:
         """Begin from published snapshots with fresh inner optimiser state.
 
         Args:
             name, manifest, link, arrivals, clock, incarnation: As for a `Participant`.
-            steps: The compiled inner steps.
+            computation: Parameters, the inner optimiser's state and the inner steps.
             batches: The supply of training data.
             scan_steps: Inner steps between two boundaries.
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
-            first_state: Returns the state of the inner optimiser for parameters; that of the run's config by default.
-            bounds: The bounds on the moments of peers; those of the run's config by default.
-            placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
-            computes: Makes the computation, which an island over several hosts shares with the others.
         """
-        fresh = first_state or partial(begin, manifest.config.inner)
-        self._has_own_optimizer = first_state is not None
-        self.computation = own = computes(manifest, steps, fresh, placement, bounds)
-        own.begin([arrival.params_N for arrival in arrivals])
+        computation.begin([arrival.params_N for arrival in arrivals])
         super().__init__(
-            name, manifest, link, own.replica, own, arrivals, jax_host(clock, placement),
-            OptimizerAccess(own.copies, own.decode, own.use), clock, incarnation,
+            name, manifest, link, computation.replica, computation, arrivals, jax_host(clock, computation.placement),
+            OptimizerAccess(computation.copies, computation.decode, computation.use), clock, incarnation,
             ranges=batches, on_marker=on_marker and partial(on_marker, self), diverged_max=DIVERGED_MAX,
         )  # fmt: skip
-        self.batches = batches
+        self.computation, self.batches = computation, batches
         self.scan_steps = scan_steps
         self.pacer = Pacer()
         self._in_flight: jax.Array | None = None
@@ -116,7 +104,7 @@ class Island(Participant):
     @property
     def learning_rate(self) -> float:
         """The present inner learning rate; NaN for a task with an optimiser of its own."""
-        if self._has_own_optimizer:
+        if self.computation.has_own_optimizer:
             return math.nan
         return dataclasses.replace(self.config.inner, steps=self.run_steps).rate_at(self.ledger.global_step)
 

@@ -69,9 +69,9 @@ class LeadingReplica(Replica):
 class LeadingComputation(SharedComputation):
     """The computation in the leader's process."""
 
-    def __init__(self, leader: HostLeader, *about: Any) -> None:
+    def __init__(self, leader: HostLeader, *about: Any, **more: Any) -> None:
         self._leader = leader
-        super().__init__(*about)
+        super().__init__(*about, **more)
 
     def _new_replica(self, manifest: Manifest) -> Replica:
         return LeadingReplica(self._leader, manifest, self._templates, donates=True)

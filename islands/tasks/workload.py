@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,16 +18,15 @@ import numpy as np
 from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, balanced, installed_versions
+from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.evaluation import CorpusEvaluation, Evaluate, Measures, mean_of
-from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, accumulated, begin, compiled_scan, descent
+from archipelago.islands.inner import InnerState, InnerSteps, accumulated, begin, compiled_scan, descent
 from archipelago.islands.models.interface import Params
-from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.placement import Placement
 from archipelago.islands.tasks.batches import TaskBatches, TaskRun
 from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.task import NamedTask, TaskFile
-from archipelago.islands.worker import Island
 
 #: The peak of the learning rate of a task without an optimiser, if the settings do not give one.
 LEARNING_RATE = 1e-3
@@ -77,21 +76,12 @@ class Workload:
         found = self.named.call("batches", self.named.task.batches, run)
         return found if isinstance(found, Supply) else TaskBatches(self.named, run, found)
 
-    def island(
-        self,
-        name: str,
-        manifest: Manifest,
-        supply: Supply,
-        link: Link,
-        arrivals: Sequence[Arrival],
-        **more: Any,
-    ) -> Island:
-        """Return an island that trains this. The arguments are those of `Island`."""
-        own = self.model.has_own_optimizer
-        first_state, bounds = (self.model.first_state, MomentBounds()) if own else (None, None)
-        return Island(
-            name, manifest, self.steps, supply, link, arrivals, first_state=first_state, bounds=bounds, **more
-        )
+    def computation(
+        self, manifest: Manifest, placement: Placement | None = None, computes: Callable[..., Computation] = Computation
+    ) -> Computation:
+        """Return what an island computes to train this. The arguments are those of `Computation`, and its class."""
+        has_own_optimizer = self.model.has_own_optimizer
+        return computes(manifest, self.steps, self.begin, placement, has_own_optimizer=has_own_optimizer)
 
     def evaluation(self) -> Evaluate | None:
         """Return the evaluation of the task; None if it has none. That of a user has one slice."""

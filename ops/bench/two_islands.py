@@ -22,6 +22,7 @@ from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
+from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerState
@@ -191,7 +192,7 @@ def _train(pipe: Connection, url: str, name: str, size: SyncSize) -> None:
     link = Link(transport, manifest, f"{name}/bench", range_order(manifest.config.data.shards, manifest.config.seed))
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
     steps = stand_in(manifest, sum(name.encode()))
-    island = Island(name, manifest, steps, batches, link, link.join(), incarnation="bench")
+    island = Island(name, manifest, Computation(manifest, steps), batches, link, link.join(), incarnation="bench")
     link.pumps.start()
     island.warm_up()
     island.beat("training")

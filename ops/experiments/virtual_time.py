@@ -191,7 +191,8 @@ class VirtualRun:
         self, name: str, work: Workload, supply: Supply, link: Link, arrivals: Sequence[Arrival], incarnation: str
     ) -> Island:
         """Return an island that begins from these snapshots."""
-        return work.island(name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation=incarnation)
+        computation = work.computation(self.manifest)
+        return Island(name, self.manifest, computation, supply, link, arrivals, self.clock, incarnation)
 
     def remove_island(self, name: str, *, farewell: bool) -> None:
         """Let an island leave as on SIGTERM (with a farewell), or vanish as on SIGKILL."""

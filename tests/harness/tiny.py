@@ -13,6 +13,7 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
@@ -87,9 +88,9 @@ class TinyRun(PlayedRun):
         link = self.link(f"{name}/{incarnation}", shards)
         arrivals = link.join()
         batches = Batches(TEXT, self.manifest.config, link.lease)
-        steps = steps_by(self.manifest.config.inner)
+        computation = Computation(self.manifest, steps_by(self.manifest.config.inner))
         island = Island(
-            name, self.manifest, steps, batches, link, arrivals, self.clock, incarnation, on_marker=on_marker
+            name, self.manifest, computation, batches, link, arrivals, self.clock, incarnation, on_marker=on_marker
         )
         if not silent:
             island.beat("joining")

@@ -57,9 +57,9 @@ class CheckpointedRun(VirtualRun):
         link = Link(transport, self.manifest, f"{name}/v{self._born}", (), clock=self.clock, wall=self.clock)
         arrivals = link.join()
         supply = self.of.supply(TaskRun(name, self._born, self.manifest.config.seed, link))
-        island = self.of.island(
-            name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation=f"v{self._born}",
-            on_marker=lambda island, number: store.save(taken(island)),
+        island = Island(
+            name, self.manifest, self.of.computation(self.manifest), supply, link, arrivals, self.clock,
+            f"v{self._born}", on_marker=lambda island, number: store.save(taken(island)),
         )  # fmt: skip
         return self.begin(island, Newcomer(transport, island, seconds=0.0), step_seconds, store=store)
 

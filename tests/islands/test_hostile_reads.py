@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.sync.connection.link import Link
@@ -81,7 +82,8 @@ def island_of(transport: RedisTransport) -> Island:
     config = MANIFEST.config
     link = Link(transport, MANIFEST, "a/x", range_order(config.data.shards, config.seed))
     arrivals = link.join()
-    island = Island("a", MANIFEST, tiny.STEPS, Batches(tiny.TEXT, config, link.lease), link, arrivals, incarnation="x")
+    batches = Batches(tiny.TEXT, config, link.lease)
+    island = Island("a", MANIFEST, Computation(MANIFEST, tiny.STEPS), batches, link, arrivals, incarnation="x")
     island.beat("training")
     return island
 

@@ -90,7 +90,7 @@ def install() -> None:
     )
     uncompiled = SimpleNamespace(jit=lambda f: f, tree=jax.tree, tree_util=jax.tree_util)
     _replace(archipelago.merger.outer, jax=uncompiled, build=_outer, _on_cpu=lambda tree: tree)
-    _replace(archipelago.islands.worker, begin=_begin)
+    _replace(archipelago.islands.computation, begin=_begin)
     _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(

@@ -8,6 +8,7 @@ import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
 from archipelago.broker.shards.transport import of_shard, whole
+from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches, Shard
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps
@@ -131,7 +132,7 @@ class IslandProcess(Process):
         self.island = Island(
             name,
             simulation.manifest,
-            cast(InnerSteps, walk),
+            Computation(simulation.manifest, cast(InnerSteps, walk)),
             batches,
             link,
             arrivals,

@@ -109,9 +109,8 @@ class MeshRun(PlayedRun):
         link = self.link(f"{name}/x", range_order(config.data.shards, config.seed))
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
-            name, self.manifest, steps,
+            name, self.manifest, computes(self.manifest, steps, None, placement),
             Batches(TEXT, own, link.lease), link, arrivals, self.clock, "x",
-            placement=placement, computes=computes,
         )  # fmt: skip
         island.beat("joining")
         link.pump()

@@ -12,6 +12,7 @@ import pytest
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.shards.reader import ShardedReader
+from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
@@ -189,7 +190,8 @@ def island_on(tiny_harness: Harness) -> Island:
     link = tiny_harness.link()
     arrivals = link.join()
     batches = Batches(tiny.TEXT, tiny.CONFIG, link.lease)
-    island = Island("a", tiny_harness.manifest, tiny.STEPS, batches, link, arrivals, incarnation="x")
+    computation = Computation(tiny_harness.manifest, tiny.STEPS)
+    island = Island("a", tiny_harness.manifest, computation, batches, link, arrivals, incarnation="x")
     island.warm_up()
     return island
 
