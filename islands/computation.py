@@ -1,6 +1,6 @@
 """What an island computes on its devices. It knows no broker, no data and no schedule.
 
-An island over several hosts does this in each of its processes, in the same order (see `hosts`).
+An island over several hosts does this in each of its processes, in the same order (see `team`).
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import guarded, keep_compiled, return_freed_memory, stop_on_signals
 from archipelago.broker.shards.transport import whole
-from archipelago.islands.hosts.ranks import host_rank
 from archipelago.islands.options import IslandOptions as IslandOptions
 from archipelago.islands.options import own_task, require_valid
 from archipelago.islands.running import end_of_imports, run_island
+from archipelago.islands.team.ranks import host_rank
 
 if TYPE_CHECKING:
     from archipelago.islands.prepared import PreparedIsland
@@ -46,10 +46,10 @@ def main(options: IslandOptions) -> int:
     if here is None:
         return run_island(options, stopped)
     if here.leads:
-        from archipelago.islands.hosts.leader import lead
+        from archipelago.islands.team.leader import lead
 
         return lead(options, here, stopped)
-    from archipelago.islands.hosts.follower import follow_leader
+    from archipelago.islands.team.follower import follow_leader
 
     return follow_leader(options, here, stopped)
 

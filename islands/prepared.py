@@ -15,7 +15,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.computation import Computation
-from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions, own_placement
@@ -27,6 +26,7 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload
+from archipelago.islands.team.leader import HostLeader
 from archipelago.islands.worker import Island
 
 #: The name of the island that `rehearse` builds. Its link never starts.
@@ -63,7 +63,7 @@ class PreparedIsland:
 
     def share(self, leader: HostLeader) -> None:
         """Let the other hosts of this island compute everything, too. This process leads them."""
-        from archipelago.islands.hosts.computing import LeadingComputation
+        from archipelago.islands.team.computing import LeadingComputation
 
         self._computes = partial(LeadingComputation, leader)
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.evaluation import Evaluator
-    from archipelago.islands.hosts.leader import HostLeader
     from archipelago.islands.prepared import PreparedIsland
+    from archipelago.islands.team.leader import HostLeader
     from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,6 @@ from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireC
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore, taken
-from archipelago.islands.hosts.computing import SharedComputation, follow
-from archipelago.islands.hosts.messages import Frame
 from archipelago.islands.inner import begin, compile_steps
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
@@ -29,6 +27,8 @@ from archipelago.islands.placement import placement_of
 from archipelago.islands.sync import recovery, sharded_cut
 from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.team.computing import SharedComputation, follow
+from archipelago.islands.team.messages import Frame
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest, on_mesh

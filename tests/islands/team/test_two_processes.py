@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from archipelago.broker.machine import free_port
-from tests.islands.hosts.two_processes import STEPS, flat
 from tests.islands.mesh.sharded_runs import ONE, MeshRun
+from tests.islands.team.two_processes import STEPS, flat
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.processes
 def test_two_processes_train_as_one_device_and_restore_their_checkpoints(tmp_path: Path) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    program = ["-m", "tests.islands.hosts.two_processes"]
+    program = ["-m", "tests.islands.team.two_processes"]
     port = free_port(2)
     logs = [tmp_path / f"{rank}.log" for rank in (0, 1)]
     processes = []

@@ -15,8 +15,9 @@ from contextlib import suppress
 from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import keep_compiled, supervised_status
-from archipelago.islands.hosts.coordinator import connect, leave
-from archipelago.islands.hosts.messages import (
+from archipelago.islands.options import IslandOptions, own_task, require_valid
+from archipelago.islands.team.coordinator import connect, leave
+from archipelago.islands.team.messages import (
     BEAT_SECONDS,
     HELLO_SECONDS,
     LOST_STATUS,
@@ -32,8 +33,7 @@ from archipelago.islands.hosts.messages import (
     say_lost,
     unfit,
 )
-from archipelago.islands.hosts.ranks import HostRank, alike, key_of
-from archipelago.islands.options import IslandOptions, own_task, require_valid
+from archipelago.islands.team.ranks import HostRank, alike, key_of
 
 #: Batches, and the optimiser's state, may have this many bytes in addition to those of the model's copies.
 SPARE_BYTES = 1 << 30
@@ -187,9 +187,9 @@ def follow_leader(options: IslandOptions, here: HostRank, stopped: Callable[[], 
         manifest = leader.connect_devices(here)
         task = own_task(options, manifest)
 
-        from archipelago.islands.hosts.computing import SharedComputation, follow
         from archipelago.islands.prepared import prepared_for
         from archipelago.islands.running import end_of_imports
+        from archipelago.islands.team.computing import SharedComputation, follow
 
         end_of_imports()
         prepared = prepared_for(options, manifest, task)

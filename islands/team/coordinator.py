@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.hosts.ranks import HostRank
+from archipelago.islands.team.ranks import HostRank
 
 POLL_SECONDS = 0.1
 

@@ -18,11 +18,11 @@ from jax._src.lib import _jax  # type: ignore[attr-defined]
 
 from archipelago.broker.errors import ConfigError, HostError, WireError
 from archipelago.broker.machine import free_port
-from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS, await_free
-from archipelago.islands.hosts.follower import HostFollower, joined
-from archipelago.islands.hosts.leader import HostLeader
-from archipelago.islands.hosts.messages import LOST_STATUS, PIECE_BYTES, Connection, Frame, in_words
-from archipelago.islands.hosts.ranks import HostRank, host_rank, key_of
+from archipelago.islands.team.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS, await_free
+from archipelago.islands.team.follower import HostFollower, joined
+from archipelago.islands.team.leader import HostLeader
+from archipelago.islands.team.messages import LOST_STATUS, PIECE_BYTES, Connection, Frame, in_words
+from archipelago.islands.team.ranks import HostRank, host_rank, key_of
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
 
@@ -296,7 +296,7 @@ def test_a_port_that_is_taken_is_refused_or_awaited(
             leader.gather(1.0)
         with failing(ConfigError, "hosts.port"):
             await_free(here.port, 0.0)
-        monkeypatch.setattr("archipelago.islands.hosts.coordinator.time.sleep", lambda seconds: taken.close())
+        monkeypatch.setattr("archipelago.islands.team.coordinator.time.sleep", lambda seconds: taken.close())
         await_free(here.port, 60.0)
 
 

@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.islands.checkpoint import IslandStore, taken
-from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow
-from archipelago.islands.hosts.coordinator import leave
-from archipelago.islands.hosts.follower import joined
-from archipelago.islands.hosts.leader import HostLeader
-from archipelago.islands.hosts.ranks import HostRank
 from archipelago.islands.inner import begin
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.recovery import StateForPeer
+from archipelago.islands.team.computing import LeadingComputation, SharedComputation, follow
+from archipelago.islands.team.coordinator import leave
+from archipelago.islands.team.follower import joined
+from archipelago.islands.team.leader import HostLeader
+from archipelago.islands.team.ranks import HostRank
 from archipelago.islands.worker import Island
 from tests.islands.mesh.sharded_runs import CONFIG, MeshRun, manifest, on_mesh
 

@@ -15,10 +15,10 @@ import numpy as np
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
-from archipelago.islands.hosts.leader import HostLeader
-from archipelago.islands.hosts.messages import Frame, unfit
 from archipelago.islands.sync.arrays import Tensors, put
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.team.leader import HostLeader
+from archipelago.islands.team.messages import Frame, unfit
 
 
 class SharedComputation(Computation):

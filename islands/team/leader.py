@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import INTERRUPTED, USER_ERROR, supervised_status
-from archipelago.islands.hosts.coordinator import connect, forget_others, leave, listening, start_coordinator
-from archipelago.islands.hosts.messages import (
+from archipelago.islands.options import IslandOptions, require_valid
+from archipelago.islands.running import run_island
+from archipelago.islands.team.coordinator import connect, forget_others, leave, listening, start_coordinator
+from archipelago.islands.team.messages import (
     BEAT_SECONDS,
     HELLO_SECONDS,
     LOST_STATUS,
@@ -39,9 +41,7 @@ from archipelago.islands.hosts.messages import (
     require_proof,
     say_lost,
 )
-from archipelago.islands.hosts.ranks import HostRank, alike, flag_error, key_of
-from archipelago.islands.options import IslandOptions, require_valid
-from archipelago.islands.running import run_island
+from archipelago.islands.team.ranks import HostRank, alike, flag_error, key_of
 
 if TYPE_CHECKING:
     from archipelago.islands.worker import Island
