@@ -6,8 +6,7 @@ parameters are. To send a fragment, each process measures its own piece, and the
 quantises it, and hands back what the merger will read. To adopt a fragment, the leader hands each process its piece.
 All the arithmetic is done element by element, so the bits are those of one device.
 
-The leader decides at each step boundary. It says what all do next, fragment by fragment, until its turn ends. The last
-message of a turn says whether to stop. Losing a process means losing the island.
+What the leader says, and when, is in `islands.team.protocol`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.joining import Joining, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica, Tell
-from archipelago.islands.pytorch.team import ProcessTeam, Said, Work, ranks_of
+from archipelago.islands.pytorch.team import ProcessTeam, ranks_of
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
+from archipelago.islands.team.protocol import Said, Work, leader_left
 
 log = logging.getLogger(__name__)
 
@@ -66,23 +66,14 @@ def create_together(
             is_new = create(first, lambda: team.frozen_values(parameters))
         except BaseException:
             with suppress(RuntimeError):  # the others may be gone
-                team.exchange(Said(has_left=True))
+                team.exchange(Said(has_left=1))
             raise
         team.exchange(Said(finished=is_new))
         return is_new
-    while (said := team.exchange(Said())).work:
-        team.gather_tensor(parameters, said.about)
+    said = team.hear(lambda said: team.gather_tensor(parameters, said.about))
     if said.has_left:
-        raise _leader_left()
+        raise leader_left()
     return bool(said.finished)
-
-
-def _leader_left() -> ConfigError:
-    return ConfigError(
-        "the leader of this island (rank 0) has left the run, or could not create it",
-        "See the error of that process, and start the island again.",
-        code="loop.leader-left",
-    )
 
 
 def joined(mesh: Any, group: Any, given: Joining) -> Leader | Follower:
@@ -188,7 +179,7 @@ class Leader(TorchRun):
         """
         if self._team is not None and not self._is_torn:
             with suppress(RuntimeError):
-                self._team.exchange(Said(has_left=True))
+                self._team.exchange(Said(has_left=1))
 
     def _heed_signal(self) -> None:
         """Do nothing yet: all processes heed the signal together, at the end of `sync`."""
@@ -275,8 +266,7 @@ class Follower:
         if team is None or team.mesh is None:
             return
         try:
-            while (said := team.exchange(Said())).work:
-                self._do(team, said)
+            team.hear(partial(self._do, team))
         except RuntimeError as error:
             log.warning("the leader of this island is gone: %s", error)
 
@@ -296,18 +286,14 @@ class Follower:
         self._stop.require_heard(bool(self._said.stopping))
 
     def _hear(self, team: Any) -> None:
-        """Do what the leader says, until its turn ends."""
-        while True:
-            self._said = team.exchange(Said(stopping=self._stop.has_arrived))
-            if self._said.has_left:
-                raise _leader_left()
-            if not self._said.work:
-                return
-            self._do(team, self._said)
+        """Do what the leader says, until its turn ends. Raises ConfigError (`loop.leader-left`)."""
+        self._said = team.hear(partial(self._do, team), lambda: self._stop.has_arrived)
+        if self._said.has_left:
+            raise leader_left()
 
     def _do(self, team: Any, said: Said) -> None:
         replica = self._replica
-        if said.work == Work.BEGIN:
+        if said.work == Work.RUN:
             manifest = team.share_manifest(None, said.about)
             self._replica = _replica(manifest, self._parameters, team)
             if self._state is not None:

@@ -6,56 +6,22 @@ Messages and the optimisers' state go over the hosts' memory, and parameters ove
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
-from archipelago.broker.manifest import Manifest
 from archipelago.islands.pytorch.module import ModuleParameters, chunks
 from archipelago.islands.pytorch.pieces import Courier, TensorPieces, own_piece
 from archipelago.islands.pytorch.state import OptimizerState
-
-
-class Work(IntEnum):
-    """What all processes do together, when the leader says so."""
-
-    BEGIN = 1
-    MEASURE = 2
-    ADOPT = 3
-    GIVE_STATE = 4
-    GIVE_TENSOR = 5
-
-
-class Said(NamedTuple):
-    """What the leader says, in numbers.
-
-    Attributes:
-        has_left: Whether the leader has left because of an error.
-        finished: Whether to stop.
-        stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
-        step: The run's clock.
-        steps: The run's length.
-        has_state: Whether the optimisers' state follows.
-        work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
-        about: The number of the fragment or tensor that the work is about.
-    """
-
-    has_left: int = 0
-    finished: int = 0
-    stopping: int = 0
-    step: int = 0
-    steps: int = 0
-    has_state: int = 0
-    work: int = 0
-    about: int = 0
+from archipelago.islands.team.protocol import Team, Work
 
 
 def ranks_of(mesh: Any, group: Any) -> list[int]:
@@ -63,10 +29,11 @@ def ranks_of(mesh: Any, group: Any) -> list[int]:
     return dist.get_process_group_ranks(group) if mesh is None else [int(rank) for rank in mesh.mesh.flatten()]
 
 
-class ProcessTeam:
+class ProcessTeam(Team):
     """The processes of one island.
 
     Attributes:
+        leads: Whether this process is the leader.
         mesh: The mesh that the model is split over; None if all processes hold all of it.
         ranks: The ranks of the processes. The first one leads.
         on_host: Carries tensors of the host.
@@ -88,15 +55,11 @@ class ProcessTeam:
         self.mesh, self._group, self.ranks = mesh, group, ranks_of(mesh, group)
         self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self.on_host = self.courier = Courier(self._messages, self.ranks)
+        self.leads = self.on_host.leads
         self._require_together(purpose)
         if mesh is not None and device.type != "cpu":
             group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(self.ranks, use_local_synchronization=True)
             self.courier = Courier(group, self.ranks)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the leader."""
-        return self.on_host.leads
 
     def _require_together(self, purpose: str) -> None:
         number = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:6])
@@ -109,30 +72,26 @@ class ProcessTeam:
                 code="loop.not-together",
             )
 
-    def exchange(self, said: Said) -> Said:
-        """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
-        message = torch.tensor([int(value) for value in said])
+    def _add(self, numbers: Sequence[int]) -> Any:
+        message = torch.tensor([int(value) for value in numbers])
         dist.all_reduce(message, group=self._messages)
-        heard = Said(*message.tolist())
-        return heard._replace(finished=heard.finished or heard.stopping)
+        return message
 
-    def tell(self, work: Work, about: int = 0) -> None:
-        """Say what all processes do now."""
-        self.exchange(Said(work=work, about=about))
+    def _read(self, sums: Any) -> Sequence[int]:
+        found: list[int] = sums.tolist()
+        return found
+
+    def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the bytes of the leader. The others give as many."""
+        message = torch.from_numpy(data.copy())
+        dist.broadcast(message, self.ranks[0], group=self._messages)
+        shared: NDArray[np.uint8] = message.numpy()
+        return shared
 
     def share(self, tensors: Sequence[Any]) -> None:
         """Overwrite whole tensors of the model by the leader's, in place."""
         for tensor in tensors:
             dist.broadcast(tensor.detach(), self.ranks[0], group=self._group)
-
-    def share_manifest(self, manifest: Manifest | None, size: int = 0) -> Manifest:
-        """Return the leader's manifest. The others give the size of its message."""
-        data = json.dumps(manifest.to_fields()).encode() if manifest is not None else bytes(size)
-        if manifest is not None:
-            self.tell(Work.BEGIN, len(data))
-        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(message, self.ranks[0], group=self._messages)
-        return manifest or Manifest.from_fields(json.loads(message.numpy().tobytes()))
 
     # -- the optimisers' state, which travels over the hosts' memory --------------------------------------------------
 

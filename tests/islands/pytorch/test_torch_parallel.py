@@ -19,24 +19,30 @@ torch = pytorch.required()
 
 from archipelago.islands.pytorch.joining import Joining  # noqa: E402 - it imports torch
 from archipelago.islands.pytorch.parallel import Follower, Leader  # noqa: E402 - it imports torch
-from archipelago.islands.pytorch.team import Said  # noqa: E402 - it imports torch
+from archipelago.islands.team.protocol import Said, Team  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
 pytestmark = pytest.mark.full
 
 
-class Alone:
+class Alone(Team):
     """A team whose other processes end when they wait for the optimiser's state."""
 
     mesh, leads = None, True
 
-    def exchange(self, said: Said) -> Said:
+    def _add(self, numbers: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
+
+    def _read(self, sums: Any) -> Any:
+        return sums
+
+    def share_bytes(self, data: Any) -> Any:
+        return data
 
     def share(self, tensors: Any) -> None:
         """Share nothing: there is no other process."""
 
-    def share_manifest(self, manifest: Any) -> None:
+    def share_manifest(self, manifest: Any, size: int = 0) -> Any:
         """Share nothing."""
 
 
@@ -56,8 +62,8 @@ def test_a_leader_without_its_team_leaves_the_run(until: Until) -> None:
 class Obedient(Alone):
     """A team whose other processes do what they hear."""
 
-    def exchange(self, said: Said) -> Said:
-        return said
+    def _add(self, numbers: Any) -> Any:
+        return numbers
 
 
 def test_all_processes_read_the_same_length_of_the_run(until: Until) -> None:
@@ -73,11 +79,11 @@ def test_all_processes_read_the_same_length_of_the_run(until: Until) -> None:
         assert run.steps == 7
 
 
-class Lost:
+class Lost(Obedient):
     """A team whose leader has left."""
 
-    def exchange(self, said: Said) -> Said:
-        return Said(has_left=True)
+    def _add(self, numbers: Any) -> Any:
+        return Said(has_left=1)
 
 
 def test_a_process_whose_leader_has_left_says_so() -> None:

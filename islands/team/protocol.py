@@ -1,0 +1,135 @@
+"""What the processes of one island say to each other. Only the leader, the first of them, talks to Redis.
+
+All processes run the same program, each on its own part of the arrays. The leader decides at each step boundary: it
+says what all do next, one piece of work after the other, until its turn ends. Each message is a sum over all processes,
+to which the others add whether they have to stop. Losing a process means losing the island.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.process import OUTAGE
+
+
+class Work(IntEnum):
+    """What all processes do together, when the leader says so. What it is about is in `Said`."""
+
+    RUN = 1  #: take the manifest
+    BEGIN = 2  #: begin from the parameters of all fragments
+    TRY = 3  #: compile
+    STEP = 4  #: make inner steps
+    MEASURE = 5  #: measure a fragment
+    ADOPT = 6  #: adopt a fragment
+    GIVE_STATE = 7  #: gather the optimiser's state in the leader
+    TAKE_STATE = 8  #: replace the optimiser's state by the leader's
+    GIVE_TENSOR = 9  #: gather a tensor in the leader
+
+
+class Said(NamedTuple):
+    """What the leader says, in numbers.
+
+    Attributes:
+        has_left: The exit status of a leader that has left because of an error; else 0.
+        finished: Whether to stop.
+        stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
+        step: The run's clock.
+        steps: The run's length.
+        has_state: Whether the optimisers' state follows.
+        work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
+        about: What the work is about: the number of a fragment, a tensor or of steps, or the size of a manifest.
+        codec: The place of a codec in the table of all.
+    """
+
+    has_left: int = 0
+    finished: int = 0
+    stopping: int = 0
+    step: int = 0
+    steps: int = 0
+    has_state: int = 0
+    work: int = 0
+    about: int = 0
+    codec: int = 0
+
+
+class Team(ABC):
+    """The processes of one island. A framework carries the numbers and the bytes.
+
+    Attributes:
+        leads: Whether this process is the leader.
+    """
+
+    leads: bool
+    _told: Any = None
+
+    # -- what a framework adds ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _add(self, numbers: Sequence[int]) -> Any:
+        """Begin to add these numbers to those of all other processes, and return what `_read` takes."""
+
+    @abstractmethod
+    def _read(self, sums: Any) -> Sequence[int]:
+        """Wait for the sums, and return them."""
+
+    @abstractmethod
+    def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the bytes of the leader. The others give as many."""
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    def exchange(self, said: Said) -> Said:
+        """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
+        heard = Said(*self._read(self._add(said)))
+        return heard._replace(finished=heard.finished or heard.stopping)
+
+    def tell(self, work: Work, about: int = 0, **numbers: int) -> None:
+        """Say what all processes do now. This waits for none of them, if the framework does not."""
+        self._told = self._add(Said(work=work, about=about, **numbers))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether SIGTERM had arrived in one of the others when the leader told them something last."""
+        return self._told is not None and bool(Said(*self._read(self._told)).stopping)
+
+    def hear(self, do: Callable[[Said], object], is_stopping: Callable[[], bool] = lambda: False) -> Said:
+        """Do what the leader says until its turn ends, and return how it ended.
+
+        Args:
+            do: Does one piece of work.
+            is_stopping: Whether SIGTERM has arrived in this process.
+        """
+        while (said := self.exchange(Said(stopping=is_stopping()))).work:
+            do(said)
+        return said
+
+    def share_manifest(self, manifest: Manifest | None, size: int = 0) -> Manifest:
+        """Return the leader's manifest. The others give the size of its message."""
+        data = json.dumps(manifest.to_fields()).encode() if manifest is not None else bytes(size)
+        if manifest is not None:
+            self.tell(Work.RUN, len(data))
+        shared = self.share_bytes(np.frombuffer(data, np.uint8))
+        return manifest or Manifest.from_fields(json.loads(shared.tobytes()))
+
+
+def leader_left(status: int = 0) -> ArchipelagoError:
+    """Return the error of a process whose leader has left.
+
+    Args:
+        status: The exit status of the leader.
+    """
+    kind = HostError if status == OUTAGE else ConfigError
+    return kind(
+        "the leader of this island (rank 0) has left the run, or could not create it",
+        "See the error of that process, and start the island again.",
+        code="loop.leader-left",
+    )
