@@ -45,13 +45,9 @@ def main(options: IslandOptions) -> int:
     here = host_rank(options.coordinator, options.hosts, options.host_rank)
     if here is None:
         return run_island(options, stopped)
-    if here.leads:
-        from archipelago.islands.team.leader import lead
+    from archipelago.islands.team.hosts import run_host
 
-        return lead(options, here, stopped)
-    from archipelago.islands.team.follower import follow_leader
-
-    return follow_leader(options, here, stopped)
+    return run_host(options, here, stopped)
 
 
 def entry() -> int:

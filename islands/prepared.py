@@ -26,7 +26,7 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload
-from archipelago.islands.team.leader import HostLeader
+from archipelago.islands.team.hosts import HostLeader
 from archipelago.islands.worker import Island
 
 #: The name of the island that `rehearse` builds. Its link never starts.
@@ -62,10 +62,11 @@ class PreparedIsland:
         return jax.process_count() == 1 or shape.fsdp * shape.tensor == 1
 
     def share(self, leader: HostLeader) -> None:
-        """Let the other hosts of this island compute everything, too. This process leads them."""
+        """Let the other hosts of this island compute everything, too, as soon as they are prepared. This one leads."""
         from archipelago.islands.team.computing import LeadingComputation
 
-        self._computes = partial(LeadingComputation, leader)
+        leader.await_prepared()
+        self._computes = partial(LeadingComputation, leader.team)
 
     def sample(self) -> Any:
         """Return a batch to learn its tree from."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.evaluation import Evaluator
     from archipelago.islands.prepared import PreparedIsland
-    from archipelago.islands.team.leader import HostLeader
+    from archipelago.islands.team.hosts import HostLeader
     from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)
@@ -159,8 +159,6 @@ class WorkerRun(Membership):
         island = self._prepared.island(
             name, self._incarnation, link, arrivals, self._options.scan_steps, lambda of, _: self._store.on_marker(of)
         )
-        if self._leader is not None:
-            self._leader.island = island
         if self._registry is not None:
             self._registry.register(IslandCollector(island))
         self._pacer = island.pacer

@@ -1,7 +1,7 @@
 """The computation of an island over several hosts: the leader says what it does next, and the others do the same.
 
 All processes run the same programs in the same order, on their own part of each array. What a computation needs from
-the run, such as batches and snapshots, comes with the leader's messages.
+the run, such as batches and snapshots, follows the leader's messages.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.codecs import CODECS, Parts, Vector
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.sync.arrays import Tensors, put
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.team.leader import HostLeader
-from archipelago.islands.team.messages import Frame, unfit
+from archipelago.islands.team.jax_team import JaxTeam
+from archipelago.islands.team.protocol import Said, Work
 
 
 class SharedComputation(Computation):
@@ -51,93 +51,102 @@ def _placed(values: Sequence[Any], like: Any) -> list[Any]:
 class LeadingReplica(Replica):
     """The replica in the leader's process. It measures and adopts in all processes."""
 
-    def __init__(self, leader: HostLeader, *about: Any, **more: Any) -> None:
+    def __init__(self, team: JaxTeam, *about: Any, **more: Any) -> None:
         super().__init__(*about, **more)
-        self._leader = leader
+        self._team = team
 
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
         """Measure a fragment in all processes. The leader has the encoded bytes."""
-        self._leader.tell("measure", (fragment, codec))
+        self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec))
         return super().measure(fragment, tensors, codec)
 
     def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector) -> Tensors:
         """Adopt a fragment's snapshot in all processes."""
-        self._leader.tell("adopt", (fragment,), [new_N])
+        self._team.tell(Work.ADOPT, fragment)
+        self._team.share([new_N])
         return super().adopt(fragment, tensors, new_N)
 
 
 class LeadingComputation(SharedComputation):
     """The computation in the leader's process."""
 
-    def __init__(self, leader: HostLeader, *about: Any, **more: Any) -> None:
-        self._leader = leader
+    def __init__(self, team: JaxTeam, *about: Any, **more: Any) -> None:
+        self._team = team
         super().__init__(*about, **more)
 
     def _new_replica(self, manifest: Manifest) -> Replica:
-        return LeadingReplica(self._leader, manifest, self._templates, donates=True)
+        return LeadingReplica(self._team, manifest, self._templates, donates=True)
 
     def begin(self, vectors: Sequence[Vector]) -> None:
         """Start from one vector of each fragment, in all processes."""
-        self._leader.tell("begin", (), vectors)
+        self._team.tell(Work.BEGIN)
+        for vector_N in vectors:
+            self._team.share([vector_N])
         super().begin(vectors)
 
     def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
         """Dispatch inner steps in all processes."""
-        self._leader.tell("step", (schedule_step, length), jax.tree.leaves(batches_n))
+        self._tell_batches(Work.STEP, batches_n, step=schedule_step, steps=length)
         return super().step(batches_n, schedule_step, length)
 
     def try_steps(self, batches_n: Any, length: int) -> None:
         """Compile in all processes."""
-        self._leader.tell("try", (length,), jax.tree.leaves(batches_n))
+        self._tell_batches(Work.TRY, batches_n, steps=length)
         super().try_steps(batches_n, length)
+
+    def _tell_batches(self, work: Work, batches_n: Any, **numbers: int) -> None:
+        leaves = jax.tree.leaves(batches_n)
+        self._team.tell(work, len(leaves[0]), **numbers)
+        self._team.share(leaves)
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays, which all processes gather."""
-        self._leader.tell("give")
+        self._team.tell(Work.GIVE_STATE)
         return super().optimizer_leaves()
 
     def use_optimizer(self, leaves: Sequence[Any]) -> None:
         """Replace the inner optimiser's arrays in all processes."""
-        held = [np.asarray(leaf) for leaf in leaves]
-        self._leader.tell("take", (), held)
+        self._team.tell(Work.TAKE_STATE)
+        held = [self._team.share([np.asarray(leaf)])[0] for leaf in leaves]
         super().use_optimizer(held)
 
 
-def follow(next_frame: Callable[[], Frame], computation: SharedComputation, sample: Any) -> int:
-    """Do what the leader says until the island ends, and return the exit status.
+def follow(team: JaxTeam, computation: SharedComputation, sample: Any, stopped: Callable[[], bool]) -> Said:
+    """Do what the leader says until the island ends, and return its last message.
 
     Args:
-        next_frame: Waits for the next message of the leader.
+        team: The processes.
         computation: This process's part.
-        sample: A batch, whose tree is that of the leader's batches.
-
-    Raises:
-        WireError: The leader says what no leader says (`hosts.message`).
+        sample: A batch like those of the leader.
+        stopped: Whether a signal has arrived in this process.
     """
-    structure: Any = jax.tree.structure(sample)
+    sizes = computation.replica.sizes
 
-    def batches(frame: Frame) -> Any:
-        return jax.tree.unflatten(structure, frame.arrays)
+    def batches(steps: int) -> Any:
+        leaves, structure = jax.tree.flatten(sample)
+        shared = team.share([np.zeros((steps, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+        return jax.tree.unflatten(structure, shared)
 
-    def measure(fragment: int, codec: str) -> None:
-        computation.replica.measure(fragment, computation.named(), codec)
+    def vector(fragment: int) -> Vector:
+        return team.share([np.zeros(sizes[fragment], np.float32)])[0]
 
-    def adopt(fragment: int, new_N: Vector) -> None:
-        computation.replace(computation.replica.adopt(fragment, computation.named(), new_N))
+    def do(said: Said) -> None:
+        match said.work:
+            case Work.BEGIN:
+                computation.begin([vector(fragment) for fragment in range(len(sizes))])
+            case Work.TRY:
+                computation.try_steps(batches(said.about), said.steps)
+            case Work.STEP:
+                computation.step(batches(said.about), said.step, said.steps)
+            case Work.MEASURE:
+                computation.replica.measure(said.about, computation.named(), list(CODECS)[said.codec])
+            case Work.ADOPT:
+                fragment = said.about
+                computation.replace(computation.replica.adopt(fragment, computation.named(), vector(fragment)))
+            case Work.GIVE_STATE:
+                computation.optimizer_leaves()
+            case Work.TAKE_STATE:
+                leaves = jax.tree.leaves(computation.inner.optimizer)
+                computation.use_optimizer([team.share([np.zeros(leaf.shape, leaf.dtype)])[0] for leaf in leaves])
 
-    doings: dict[str, Callable[[Frame], Any]] = {
-        "begin": lambda frame: computation.begin(frame.arrays),
-        "try": lambda frame: computation.try_steps(batches(frame), frame.number(0)),
-        "step": lambda frame: computation.step(batches(frame), frame.number(0), frame.number(1)),
-        "measure": lambda frame: measure(frame.number(0), frame.text(1)),
-        "adopt": lambda frame: adopt(frame.number(0), frame.arrays[0]),
-        "give": lambda frame: computation.optimizer_leaves(),
-        "take": lambda frame: computation.use_optimizer(frame.arrays),
-    }
-    while (frame := next_frame()).kind != "end":
-        try:
-            doings[frame.kind](frame)
-        except (IndexError, KeyError, TypeError, ValueError) as error:
-            fault = f"the leader says {frame.kind!r}, which does not fit ({type(error).__name__}: {error})"
-            raise unfit(fault[:500]) from error
-    return frame.number(1)
+    return team.hear(do, stopped)

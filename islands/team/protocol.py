@@ -112,6 +112,19 @@ class Team(ABC):
             do(said)
         return said
 
+    def agree(self, status: int = 0) -> None:
+        """Compare with the others whether they can train.
+
+        Args:
+            status: The exit status of this process if it cannot. It then raises an error of its own.
+
+        Raises:
+            ConfigError, HostError: Another process cannot train (`hosts.failed`).
+        """
+        found = self.exchange(Said(has_left=status)).has_left
+        if found and not status:
+            raise process_left("another process of this island cannot train", "hosts.failed", found)
+
     def share_manifest(self, manifest: Manifest | None, size: int = 0) -> Manifest:
         """Return the leader's manifest. The others give the size of its message."""
         data = json.dumps(manifest.to_fields()).encode() if manifest is not None else bytes(size)
@@ -121,15 +134,19 @@ class Team(ABC):
         return manifest or Manifest.from_fields(json.loads(shared.tobytes()))
 
 
-def leader_left(status: int = 0) -> ArchipelagoError:
-    """Return the error of a process whose leader has left.
+def process_left(what: str, code: str, status: int = 0) -> ArchipelagoError:
+    """Return the error of a process that another one has left.
 
     Args:
-        status: The exit status of the leader.
+        what: What has happened.
+        code: The code of the error.
+        status: The exit status of the other process. This one ends with the same.
     """
     kind = HostError if status == OUTAGE else ConfigError
-    return kind(
-        "the leader of this island (rank 0) has left the run, or could not create it",
-        "See the error of that process, and start the island again.",
-        code="loop.leader-left",
-    )
+    return kind(what, "See the error of that process, and start the island again.", code=code)
+
+
+def leader_left(status: int = 0) -> ArchipelagoError:
+    """Return the error of a process whose leader has left with that exit status."""
+    what = "the leader of this island (rank 0) has left the run, or could not create it"
+    return process_left(what, "loop.leader-left", status)

@@ -49,9 +49,14 @@ class HostRank:
         return f"{_bracketed(self.host)}:{self.port}"
 
     @property
+    def jax_port(self) -> int:
+        """The port of JAX's coordinator, on the leader's host."""
+        return self.port + 1 if self.port < PORT_MAX else self.port - 1
+
+    @property
     def jax_address(self) -> str:
-        """The address of JAX's coordinator, on the leader's host."""
-        return f"{_bracketed(self.host)}:{self.port + 1 if self.port < PORT_MAX else self.port - 1}"
+        """The address of JAX's coordinator."""
+        return f"{_bracketed(self.host)}:{self.jax_port}"
 
 
 def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> HostRank | None:

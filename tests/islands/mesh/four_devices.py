@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from archipelago.broker.codecs import Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
-from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore, taken
 from archipelago.islands.inner import begin, compile_steps
@@ -28,7 +27,7 @@ from archipelago.islands.sync import recovery, sharded_cut
 from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.team.computing import SharedComputation, follow
-from archipelago.islands.team.messages import Frame
+from archipelago.islands.team.protocol import Said, Team, Work
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest, on_mesh
@@ -185,31 +184,24 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
     assert placement_of(MeshShape(tensor=4), manifest(), 8, jax.local_devices()) is not None
 
 
-def test_a_follower_does_what_its_leader_says_and_nothing_else() -> None:
+def test_a_follower_makes_the_steps_that_its_leader_says() -> None:
     placement, _ = on_mesh(FOUR, CONFIG)
     assert placement is not None
     taken: list[Any] = []
     computation = SharedComputation(manifest(), None, partial(begin, CONFIG.inner), placement)  # type: ignore[arg-type]
-    computation.step = lambda batches_n, *about: taken.append(placement.place_batches(batches_n))  # type: ignore[method-assign, assignment]
+    computation.step = lambda batches_n, *about: taken.append((placement.place_batches(batches_n), *about))  # type: ignore[method-assign, assignment]
     batch = np.arange(2 * 8 * 3, dtype=np.uint8).reshape(2, 8, 3)
-    frames = [Frame("step", (0, 100), (batch,)), Frame("end", ("", 3))]
-    assert follow(iter(frames).__next__, computation, batch) == 3
-    np.testing.assert_array_equal(taken[-1], batch)
-    assert {shard.data.shape for shard in taken[-1].addressable_shards} == {(2, 2, 3)}
-    computation.begin([np.zeros(size, np.float32) for size in manifest().sizes])
-    for wrong in (
-        Frame("dance"),
-        Frame("step", (0, 100), (batch, batch)),
-        Frame("adopt", (0,)),
-        Frame("adopt", (9,), (batch,)),
-        Frame("adopt", (0,), (batch,)),
-        Frame("measure", (9, "int8")),
-        Frame("begin"),
-        Frame("take", (), (batch,)),
-        Frame("restore", (), (batch,)),
-    ):
-        with failing(WireError, "hosts.message"):
-            follow(iter([wrong]).__next__, computation, batch)
+    said = [Said(work=Work.STEP, about=2, step=3, steps=100), Said(finished=1, about=3)]
+
+    class Leading:
+        hear, exchange = Team.hear, staticmethod(lambda own: said.pop(0))
+        share = staticmethod(lambda like: [batch.reshape(like[0].shape)])
+
+    assert follow(Leading(), computation, batch[:1], lambda: False).about == 3  # type: ignore[arg-type]
+    ((placed, *about),) = taken
+    np.testing.assert_array_equal(placed, batch)
+    assert about == [3, 100]
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2, 3)}
 
 
 @pytest.mark.full

@@ -21,32 +21,24 @@ from archipelago.islands.mesh import MeshShape
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.team.computing import LeadingComputation, SharedComputation, follow
-from archipelago.islands.team.coordinator import leave
-from archipelago.islands.team.follower import joined
-from archipelago.islands.team.leader import HostLeader
+from archipelago.islands.team.jax_team import JaxTeam, connect
+from archipelago.islands.team.protocol import Said
 from archipelago.islands.team.ranks import HostRank
 from archipelago.islands.worker import Island
 from tests.islands.mesh.sharded_runs import CONFIG, MeshRun, manifest, on_mesh
 
 SHAPE = MeshShape(fsdp=4)
-KEY = b"test"
 STEPS = 10
 
 
 # -- the leader --------------------------------------------------------------------------------------------------------
 
 
-def lead(here: HostRank, folder: Path) -> None:
+def lead(team: JaxTeam, folder: Path) -> None:
     """Play whole islands as the leader."""
-    leader = HostLeader(here, {}, KEY)
-    leader.assemble(manifest(), 300.0, lambda: False)
-    try:
-        found = play(leader, folder / "checkpoints")
-        (folder / "moments.bytes").write_bytes(flat(found).tobytes())
-    except BaseException as error:
-        leader.end(error=error)
-        raise
-    leader.end()
+    found = play(team, folder / "checkpoints")
+    (folder / "moments.bytes").write_bytes(flat(found).tobytes())
+    team.exchange(Said(finished=1))
 
 
 def flat(leaves: Sequence[Any]) -> NDArray[np.float32]:
@@ -54,23 +46,23 @@ def flat(leaves: Sequence[Any]) -> NDArray[np.float32]:
     return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in leaves])
 
 
-def play(leader: HostLeader, folder: Path) -> list[Any]:
+def play(team: JaxTeam, folder: Path) -> list[Any]:
     """Train, restore, and return the optimiser state after training."""
-    run, island = begun(leader)
+    run, island = begun(team)
     run.play(island, STEPS)
     store = IslandStore(folder, run.manifest)
     store.save(taken(island))
     _, *moments = copies = island.computation.copies()
 
     # An island that comes back, with no peer there, takes its own optimiser state.
-    _, again = begun(leader)
+    _, again = begun(team)
     assert store.restore(again)
     require_same(moments, again.computation.optimizer_leaves())
     require_places(again)
     again.advance()
 
     # A peer has the state of this island, and another one takes it.
-    _, third = begun(leader)
+    _, third = begun(team)
     about, payload = recovery.encode(StateForPeer("a/y", copies, 10), "a/x")
     third.use_optimizer(third.computation.decode(about, payload), "peer")
     require_same(moments, third.computation.optimizer_leaves())
@@ -79,10 +71,10 @@ def play(leader: HostLeader, folder: Path) -> list[Any]:
     return moments
 
 
-def begun(leader: HostLeader) -> tuple[MeshRun, Island]:
+def begun(team: JaxTeam) -> tuple[MeshRun, Island]:
     """Return an island that begins in a run of its own."""
     run = MeshRun()
-    return run, run.island(SHAPE, computes=partial(LeadingComputation, leader))
+    return run, run.island(SHAPE, computes=partial(LeadingComputation, team))
 
 
 def require_same(one: Any, other: Any) -> None:
@@ -105,21 +97,18 @@ def require_places(island: Island) -> None:
 # -- the other process -------------------------------------------------------------------------------------------------
 
 
-def follow_all(here: HostRank) -> None:
+def follow_all(team: JaxTeam) -> None:
     """Follow the leader. One computation follows all its islands."""
-    leader = joined(here, {}, KEY, 300.0)
-    leader.start()
-    leader.connect_devices(here)
     placement, steps = on_mesh(SHAPE, CONFIG)
     computation = SharedComputation(manifest(), steps, partial(begin, CONFIG.inner), placement)
-    assert follow(leader.next, computation, np.zeros(0)) == 0
-    leave()
+    sample = np.zeros((1, CONFIG.data.batch_size, CONFIG.data.sequence_length + 1), np.uint8)
+    assert follow(team, computation, sample, lambda: False).finished
 
 
 if __name__ == "__main__":
     rank, port = int(sys.argv[1]), int(sys.argv[2])
-    here = HostRank("127.0.0.1", port, 2, rank)
-    if here.leads:
-        lead(here, Path(sys.argv[3]))
+    team = connect(HostRank("127.0.0.1", port, 2, rank))
+    if team.leads:
+        lead(team, Path(sys.argv[3]))
     else:
-        follow_all(here)
+        follow_all(team)

@@ -1,0 +1,139 @@
+"""`archipelago island` on one of several hosts. Each process runs this command, and the first one leads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.observe import logs
+from archipelago.broker.process import FAILED, INTERRUPTED, OUTAGE, keep_compiled, supervised_status
+from archipelago.islands.options import IslandOptions, own_task, require_valid
+from archipelago.islands.running import end_of_imports, run_island
+from archipelago.islands.team.meeting import come, gather
+from archipelago.islands.team.protocol import Said, leader_left
+from archipelago.islands.team.ranks import HostRank, alike, key_of
+
+if TYPE_CHECKING:
+    from archipelago.islands.team.jax_team import JaxTeam
+
+#: Words of an error that tells of a lost process.
+LOST = re.compile("gloo|nccl|rccl|coordination service", re.IGNORECASE)
+
+log = logging.getLogger(__name__)
+
+
+def run_host(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
+    """Run this process of an island over several hosts until the island ends, and return the exit status.
+
+    If another process is lost, a computation fails, and this process ends at once. An orderly end would wait for the
+    other. Or JAX has noticed it first, and aborts this process.
+    """
+    require_valid(options)
+    try:
+        return _lead(options, here, stopped) if here.leads else _follow(options, here, stopped)
+    except (RuntimeError, ValueError) as error:  # JAX raises either
+        if not LOST.search(str(error)):
+            raise
+        logs.say_error(
+            f"another process of this island is lost ({str(error).splitlines()[0]:.200}). All its processes end. "
+            "Start all of them again.",
+            "hosts.lost",
+        )
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(OUTAGE)
+
+
+class HostLeader:
+    """The leader of an island over several hosts, as its worker sees it.
+
+    Attributes:
+        team: The processes, as soon as all of them have come.
+    """
+
+    team: JaxTeam
+
+    def __init__(self, options: IslandOptions, here: HostRank) -> None:
+        """Note the flags and the rank of this process."""
+        self._options, self._here = options, here
+        #: Whether the others wait for what the leader says.
+        self._is_followed = False
+
+    def assemble(self, manifest: Manifest, seconds: float, stopped: Callable[[], bool]) -> None:
+        """Wait for the others, connect JAX, and tell the others which run it is. Raises the errors of `gather`."""
+        gather(self._here, alike(self._options, self._here.hosts), key_of(self._options.url), seconds, stopped)
+        from archipelago.islands.team.jax_team import connect
+
+        self.team = connect(self._here)
+        self._is_followed = True
+        self.team.share_manifest(manifest)
+
+    def await_prepared(self) -> None:
+        """Wait until the others are prepared. Raises ConfigError (`hosts.failed`) if one of them cannot train."""
+        self._is_followed = False
+        self.team.agree()
+        self._is_followed = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal has stopped one of the other processes. All of them then leave together."""
+        return self._is_followed and self.team.is_stopping
+
+    def end(self, said: Said) -> None:
+        """Tell the others how the island has ended."""
+        if self._is_followed:
+            self.team.exchange(said)
+
+
+def _lead(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
+    leader = HostLeader(options, here)
+    try:
+        status = run_island(options, lambda: stopped() or leader.is_stopping, leader=leader)
+    except BaseException as error:
+        leader.end(Said(has_left=_status(error)))
+        raise
+    leader.end(Said(finished=1, about=status))
+    return status
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return supervised_status(error) if isinstance(error, ArchipelagoError) else FAILED
+
+
+def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
+    """Do what the leader of the hosts says until the island ends."""
+    options.log_as(f"host-{here.rank}", options.run)
+    log.info("host %s of %s comes to the leader at %s", here.rank, here.hosts, here.address)
+    come(here, alike(options, here.hosts), key_of(options.url), options.patience(stopped).seconds, stopped)
+    keep_compiled()
+    from archipelago.islands.prepared import prepared_for
+    from archipelago.islands.team.computing import SharedComputation, follow
+    from archipelago.islands.team.jax_team import connect
+
+    end_of_imports()
+    team = connect(here)
+    manifest = team.share_manifest(None, team.exchange(Said()).about)
+    try:
+        prepared = prepared_for(options, manifest, own_task(options, manifest))
+        work, sample = prepared.workload, prepared.sample()
+        computation = SharedComputation(manifest, work.steps, work.begin, prepared.placement)
+    except ArchipelagoError as error:
+        team.agree(supervised_status(error))
+        raise
+    team.agree()
+    said = follow(team, computation, sample, stopped)
+    if said.has_left == INTERRUPTED:
+        raise KeyboardInterrupt
+    if said.has_left:
+        raise leader_left(said.has_left)
+    return said.about
