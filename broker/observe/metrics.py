@@ -167,11 +167,8 @@ def require_free(host: str, ports: Iterable[int]) -> None:
     """Raise ConfigError if metrics cannot be served on one of these ports. Another process may still take it later."""
     for port in ports:
         try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-                probe.bind(address)
-                probe.listen()
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            socket.create_server((host, port), family=family).close()
         except (OSError, UnicodeError) as error:
             raise _unusable(host, port, error) from None
 

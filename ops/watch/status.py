@@ -23,7 +23,7 @@ from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.terminal import line, render
 from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
-#: How many islands and problems are shown.
+#: How many islands and problems are shown. `--json` has all.
 ROWS = 40
 #: Seconds between two lines in a pipe.
 LINE_SECONDS = 10.0
@@ -46,8 +46,6 @@ class StatusOptions(RunAddress):
 
     watch: bool = False
     """Keep showing the run, with its history and events."""
-    all: bool = False
-    """Show every island and problem. Without it, a run of many islands shows 40 of each, live islands first."""
     json: bool = False
     """Print one JSON object. With --watch, one on a line for each reading."""
 
@@ -64,7 +62,7 @@ def main(options: StatusOptions) -> int:
     if options.json:
         print_json(_as_json(view, found))
     else:
-        Console(highlight=False).print(render(view, found, None if options.all else ROWS))
+        Console(highlight=False).print(render(view, found, ROWS))
     return 1 if found and found[0].mood == "bad" else 0
 
 
