@@ -193,13 +193,8 @@ def test_each_action_reaches_the_run_is_answered_and_can_be_removed(client: Test
         assert answer.status_code == 200
         assert answer.json()["message"]
 
-    for name, value in (
-        ("outer.learning_rate", "0.5"),
-        ("sync.quorum", "2"),
-        ("merging", "paused"),
-        ("island.b", "drain"),
-        ("island.b", "expel"),
-    ):
+    wishes = ("outer.learning_rate=0.5", "sync.quorum=2", "merging=paused", "island.b=drain", "island.b=expel")
+    for name, value in (wish.split("=") for wish in wishes):
         steer(**{name: value})
         assert transport.reader.control() == {name: value}
         steer(**{name: ""})

@@ -186,11 +186,6 @@ def island(pool: IslandStandbys, tmp_path: Path) -> Iterator[Child]:
     stop_all([made], 0.0)
 
 
-def pid(child: Child) -> int:
-    assert child.process is not None
-    return child.process.pid
-
-
 def died(child: Child) -> int:
     """Kill its process, and return its ID."""
     assert child.process is not None
@@ -206,10 +201,10 @@ def test_a_standby_replaces_a_child_that_dies_and_another_is_loaded(
     island.start()
     pool.start()
     until(pool.are_ready, "a standby")
-    first, waiting = died(island), pid(pool.all[0])
+    first, waiting = died(island), pool.all[0].pid
     assert island.tend(time.monotonic())
     assert island.stood_in
-    assert pid(island) == waiting != first
+    assert island.pid == waiting != first
     assert island.restarts == 1
     said = f"{waiting} is --name oslo {{'SAID': 'hello'}}"
     until(lambda: said in (tmp_path / "oslo.log").read_text(), "its assignment")
@@ -217,9 +212,9 @@ def test_a_standby_replaces_a_child_that_dies_and_another_is_loaded(
     assert not pool.are_ready()
     assert pool.tend(1e18) == []
     until(pool.are_ready, "another")
-    assert pid(pool.all[0]) != pid(island)
+    assert pool.all[0].pid != island.pid
     assert (pool.all[0].restarts, pool.all[0].failures) == (0, 0), "a standby that was used has not failed"
-    own, waiting = pid(island), pid(pool.all[0])
+    own, waiting = island.pid, pool.all[0].pid
     pool.end()
     until(lambda: gone(waiting), "its end with the run")
     assert not gone(own)
@@ -249,21 +244,21 @@ def test_a_child_that_dies_at_every_start_gets_a_standby_only_after_a_pause(
     until(pool.are_ready, "a standby")
     died(island)
     assert island.tend(time.monotonic())
-    first = pid(island)
+    first = island.pid
     pool.tend(1e18)
     until(pool.are_ready, "another")
     died(island)
     assert island.tend(time.monotonic())
-    assert pid(island) == first, "it waits for the pause to end"
+    assert island.pid == first, "it waits for the pause to end"
     island.tend(time.monotonic())
     assert island.stood_in
-    assert pid(island) != first
+    assert island.pid != first
     pool.tend(1e18)
     until(pool.are_ready, "another")
     died(island)
-    second = pid(island)
+    second = island.pid
     assert island.tend(time.monotonic() + LONG_SECONDS)
-    assert pid(island) != second
+    assert island.pid != second
 
 
 def test_a_standby_replaces_only_an_island_with_its_devices(tmp_path: Path, island: Child, until: Until) -> None:
