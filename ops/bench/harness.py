@@ -220,9 +220,11 @@ class Pieces:
 
     Args:
         places: The name of the piece of each function, which is written `module:attribute` or `module:Class.attribute`.
+        seconds: The time, and that of the calling thread on a processor.
     """
 
-    def __init__(self, places: Mapping[str, str]) -> None:
+    def __init__(self, places: Mapping[str, str], *seconds: Callable[[], float]) -> None:
+        self._seconds = seconds or (time.perf_counter, time.thread_time)
         self._spent = dict.fromkeys(places.values(), Spent())
         self._lock, self._local = threading.Lock(), threading.local()
         for place, name in places.items():
@@ -240,11 +242,11 @@ class Pieces:
         @functools.wraps(function)
         def timed(*arguments: Any, **named: Any) -> Any:
             outer, self._local.inner = getattr(self._local, "inner", Spent()), Spent()
-            began = Spent(0, time.perf_counter(), time.thread_time())
+            began = Spent(0, *(clock() for clock in self._seconds))
             try:
                 return function(*arguments, **named)
             finally:
-                taken = Spent(1, time.perf_counter(), time.thread_time()) - began
+                taken = Spent(1, *(clock() for clock in self._seconds)) - began
                 with self._lock:
                     before, inner = self._spent[name], self._local.inner
                     self._spent[name] = before - (inner - taken)

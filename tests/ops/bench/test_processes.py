@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench import harness
 from archipelago.ops.bench.harness import (
     OF_ISLAND,
     OF_MERGER,
@@ -31,6 +30,7 @@ from archipelago.ops.bench.harness import (
     peak_bytes,
     wait_until,
 )
+from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.failing import failing
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory and processor time are read from /proc")
@@ -96,49 +96,27 @@ def test_the_measured_process_and_its_peers_share_no_core() -> None:
 NAME = "archipelago_test_of_pieces"
 
 
-class FakeTime:
-    """Clocks that move only by `pass_`: a second of processor time is two on the wall."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def pass_(self, seconds: float) -> None:
-        self.seconds += seconds
-
-    def perf_counter(self) -> float:
-        return 2 * self.seconds
-
-    def thread_time(self) -> float:
-        return self.seconds
-
-    process_time = thread_time
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    clock, made = FakeTime(), types.ModuleType(NAME)
-    monkeypatch.setattr(harness, "time", clock)
+def test_a_piece_excludes_the_pieces_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = VirtualClock(), types.ModuleType(NAME)
 
     class Outer:
         def run(self) -> str:
-            clock.pass_(1.0)
+            clock.now += 1.0
             made.inner(2.0)
             made.inner(3.0)
             return "done"
 
-    made.__dict__.update(Outer=Outer, inner=clock.pass_)
+    def inner(seconds: float) -> None:
+        clock.now += seconds
+
+    made.__dict__.update(Outer=Outer, inner=inner)
     monkeypatch.setitem(sys.modules, NAME, made)
-    return made
-
-
-def test_a_piece_excludes_the_pieces_within_it(module: Any) -> None:
-    counted = Pieces({f"{NAME}:Outer.run": "outer", f"{NAME}:inner": "inner"})
-    assert module.Outer().run() == "done"
-    module.inner(4.0)
+    counted = Pieces({f"{NAME}:Outer.run": "outer", f"{NAME}:inner": "inner"}, lambda: 2 * clock(), clock)
+    assert Outer().run() == "done"
+    made.inner(4.0)
     found = counted.spent()
-    assert found["outer"] == Spent(1, 2.0, 1.0)
-    assert found["inner"] == Spent(3, 18.0, 9.0)
-    assert found[WHOLE] - Spent(0, 0.0, 0.0) == Spent(1, 20.0, 10.0)
+    assert (found["outer"], found["inner"]) == (Spent(1, 2.0, 1.0), Spent(3, 18.0, 9.0))
+    assert found.keys() == {"outer", "inner", WHOLE}
 
 
 def test_the_named_functions_exist() -> None:
