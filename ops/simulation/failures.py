@@ -115,32 +115,26 @@ class SliceFailures:
         return at + self._delays(self._rng)
 
 
-class _Steps:
-    """The random duration of steps."""
-
-    def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
-        self._seconds, self._deviation, self._rng = model.step_seconds, model.step_deviation, rng
-
-    def end(self, now: float, until: float) -> float:
-        """Return the end of the first step that ends after `until`, for steps made from `now` on."""
-        count = 1.0 + (until - now) / self._seconds
-        z = float(self._rng.standard_normal()) if self._deviation else 0.0
-        mean = self._seconds * (1.0 + self._deviation * max(-3.0, min(3.0, z)) / math.sqrt(count))
-        return now + mean * (1 + int((until - now) / mean))
+def _end_of_step(model: FailureModel, rng: np.random.Generator, now: float, until: float) -> float:
+    """Return the end of the first step that ends after `until`, for steps made from `now` on."""
+    count = 1.0 + (until - now) / model.step_seconds
+    z = float(rng.standard_normal()) if model.step_deviation else 0.0
+    mean = model.step_seconds * (1.0 + model.step_deviation * max(-3.0, min(3.0, z)) / math.sqrt(count))
+    return now + mean * (1 + int((until - now) / mean))
 
 
 def stretches(
     model: FailureModel, slices: int, failures: SliceFailures, seconds: float, rng: np.random.Generator
 ) -> Iterator[Stretch]:
     """Yield the stretches of one island in virtual `seconds`. Between two stretches it pauses or stalls."""
-    steps, now, live = _Steps(model, rng), 0.0, slices
+    now, live = 0.0, slices
     down: list[float] = []  # A heap of the times at which slices return.
     while now < seconds:
         failed = 0
         if live:
             at = failures.after(now, live)
             change = min(at, down[0] if down else math.inf, seconds)  # Slices that return in a pause wait for a step.
-            end = steps.end(now, max(now, change))
+            end = _end_of_step(model, rng, now, max(now, change))
             yield Stretch(now, min(end, seconds), live)
             while at < end and failed < live:
                 heapq.heappush(down, failures.back(at))
@@ -166,16 +160,11 @@ class Outcome:
     islands: tuple[list[Stretch], ...]
     slices: tuple[int, ...]
 
-    def goodput_of(self, island: int) -> float:
-        """Return the share of an island's time that went into steps, weighted by its live slices."""
-        worked = sum((s.end - s.begin) * s.live for s in self.islands[island])
-        return worked / (self.seconds * self.slices[island])
-
     @property
     def goodput(self) -> float:
-        """The goodput of all islands together, weighted by their slices."""
-        whole = sum(self.slices)
-        return sum(self.goodput_of(i) * size for i, size in enumerate(self.slices)) / whole
+        """The share of the islands' time that went into steps, weighted by their live slices."""
+        worked = sum((s.end - s.begin) * s.live for island in self.islands for s in island)
+        return worked / (self.seconds * sum(self.slices))
 
     @property
     def uptime(self) -> float:
