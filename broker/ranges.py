@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from archipelago.broker.errors import WireError
 
-#: The most positions in one contribution, and so the most ranges that an island can hold at a time.
+#: The most positions in one contribution, and so the most ranges that an island can read at a time.
 POSITIONS_MAX = 32
+#: The most leases of an island: it leases one range ahead. The leases of one that has more do not count.
+LEASES_MAX = POSITIONS_MAX + 1
 #: The most ranges of a corpus, or of a task's data.
 RANGES_MAX = 1 << 14
 #: Cursors stay below this pass, so that every cursor can be written as a position.
@@ -95,10 +97,10 @@ def choose(
     """Return the range that `me` should lease; None if there is none.
 
     A range is free if it has no holder, if its holder is gone, or if `me` holds it without reading it: then it never
-    got the answer to its lease. No island reads more than POSITIONS_MAX ranges, so the leases of one that claims more
-    do not count. Among the free ranges, those with the fewest passes come first, so that no text is read twice before
-    all text is read once. Then come ranges that an earlier incarnation of this island held, and then the order of
-    `ranges`. No pass begins before all ranges have reached the previous pass.
+    got the answer to its lease. It is free, too, if its holder has more than LEASES_MAX leases. Among the free ranges,
+    those with the fewest passes come first, so that no text is read twice before all text is read once. Then come
+    ranges that an earlier incarnation of this island held, and then the order of `ranges`. No pass begins before all
+    ranges have reached the previous pass.
 
     Args:
         ranges: The ranges that `me` can read, in its order of preference.
@@ -115,7 +117,7 @@ def choose(
 
     def is_free(name: str) -> bool:
         holder = holders.get(name, "")
-        return holder in ("", me) or held[holder] > POSITIONS_MAX or gone(holder)
+        return holder in ("", me) or held[holder] > LEASES_MAX or gone(holder)
 
     def rank(name: str) -> tuple[int, bool]:
         return pass_of(name), holders.get(name, "").partition("/")[0] != island

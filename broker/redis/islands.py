@@ -160,7 +160,7 @@ class RedisIsland:
         return None
 
     def _take(self, name: str, holder: str, me: str) -> tuple[int, int] | None:
-        """Take the lease of a range from its holder. Return the cursor; None if another island or the merger did more.
+        """Take the lease of a range from its holder. Return the cursor; None if another island was faster.
 
         The cursor is read after the lease is taken. So no island starts at an outdated cursor.
         """

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, from_fields, to_fields
 from archipelago.broker.ranges import (
+    LEASES_MAX,
     PASSES_MAX,
     POSITIONS_MAX,
     ReadPosition,
@@ -111,8 +112,8 @@ def test_the_choice_of_a_range_by_hand() -> None:
     # A range that is a pass behind blocks the pass after the next.
     assert choose(["0", "1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", nobody, ["0"]) is None
     assert choose(["0", "1"], {"1": (1, 0)}, {"0": "a/1"}, "a/1", nobody, ["0"]) == "1"
-    # No honest island holds as many.
-    names = [str(n) for n in range(POSITIONS_MAX + 1)]
+    # No honest island leases as many.
+    names = [str(n) for n in range(LEASES_MAX + 1)]
     assert choose(names[1:], {}, dict.fromkeys(names[1:], "m/1"), "a/1", nobody) is None
     assert choose(names, {}, dict.fromkeys(names, "m/1"), "a/1", nobody) == "0"
     # An island prefers the range of its earlier incarnation, and `ab` is another island.
