@@ -17,7 +17,6 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ from archipelago.broker.messages import Books, Contribution, Evaluation, Snapsho
 from archipelago.broker.wire import digest
 
 FORMAT = 2
+#: The items that hold arrays.
+ITEMS = ("parameters", "published", "outer", "pending")
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -123,8 +124,8 @@ class CheckpointStore:
         failpoint("checkpoint.before")
         try:
             items = _arrays_of(image)
-            kept = _Kept(self.keep, {*self.complete()[-1:], *self.held()})
-            _save(self.folder, kept, image.number, items, _metadata_of(image, items))
+            besides = {*self.complete()[-1:], *self.held()}
+            _save(self.folder, self.keep, besides, image.number, items, _metadata_of(image, items))
         except FILE_FAULTS as error:
             raise ConfigError(
                 f"checkpoint {image.number} cannot be written to {self.folder} ({in_words(error)})",
@@ -186,7 +187,7 @@ def describe(images: Sequence[Image]) -> str:
 
 def _arrays_of(image: Image) -> Items:
     manifest = image.manifest
-    items: Items = {"parameters": {}, "published": {}, "outer": {}, "pending": {}}
+    items: Items = {name: {} for name in ITEMS}
     for full in image.fragments:
         p, state = full.snapshot.fragment, dict(full.own)
         items["published"] |= _tensors(manifest, p, full.published_N)
@@ -229,8 +230,7 @@ def _metadata_of(image: Image, items: Items) -> Fields:
         "evaluations": [to_fields(evaluation) for evaluation in image.evaluations],
         "pending": [to_fields(contribution) for contribution, _ in image.pending],
     }
-    arrays = [list(path) for path, _ in _leaves(items)]
-    return {"format": FORMAT, "fields": fields, "arrays": arrays, "digest": _digest_of(items, fields)}
+    return {"format": FORMAT, "fields": fields, "digest": _digest_of(items, fields)}
 
 
 def _image_of(items: Items, fields: Fields) -> Image:
@@ -293,52 +293,22 @@ def _manager(folder: Path, **options: Any) -> Iterator[Any]:
         chatter.setLevel(level)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A preservation policy of Orbax: the newest `count` checkpoints stay, and those in `besides`."""
-
-    count: int
-    besides: Collection[int]
-
-    def should_preserve(self, checkpoints: Sequence[Any], **_context: Any) -> list[bool]:
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = {*sorted(steps)[-self.count :], *self.besides}
-        return [step in kept for step in steps]
-
-
-def _save(folder: Path, kept: _Kept, number: int, items: Items, metadata: Fields) -> None:
+def _save(folder: Path, keep: int, besides: Collection[int], number: int, items: Items, metadata: Fields) -> None:
     import orbax.checkpoint as ocp
 
+    policies = ocp.checkpoint_managers
+    kept = policies.AnyPreservationPolicy([policies.LatestN(keep), policies.CustomSteps(list(besides))])
     trees = {name: ocp.args.StandardSave(arrays) for name, arrays in items.items()}
     with _manager(folder, create=True, preservation_policy=kept, cleanup_tmp_directories=True) as manager:
         manager.save(number, args=ocp.args.Composite(metadata=ocp.args.JsonSave(metadata), **trees), force=True)
 
 
 def _restore(folder: Path, number: int) -> tuple[Items, Fields]:
+    import jax
     import orbax.checkpoint as ocp
 
+    here = [name for name in ITEMS if (folder / str(number) / name).is_dir()]
     with _manager(folder, create=False, read_only=True) as manager:
-        wanted = ocp.args.Composite(metadata=ocp.args.JsonRestore())
-        metadata: Fields = manager.restore(number, args=wanted)["metadata"]
-        items: Items = {}
-        for path in metadata["arrays"]:
-            # One at a time: when one of several is damaged, Orbax abandons the reads of the others with pages of log.
-            how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
-            args = ocp.args.PyTreeRestore(
-                item=_nested(path[1:], 0), restore_args=_nested(path[1:], how), partial_restore=True
-            )
-            found = manager.restore(number, args=ocp.args.Composite(**{path[0]: args}))[path[0]]
-            place: dict[str, Any] = items
-            for name in path[:-1]:
-                place = place.setdefault(name, {})
-            for name in path[1:]:
-                found = found[name]
-            place[path[-1]] = np.asarray(found)
-    return items, metadata
-
-
-def _nested(path: Sequence[str], value: Any) -> Any:
-    """Return dictionaries in dictionaries that hold a value at that path."""
-    for name in reversed(path):
-        value = {name: value}
-    return value
+        how = {name: ocp.args.StandardRestore() for name in here}
+        found = manager.restore(number, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), **how))
+    return {name: jax.tree.map(np.asarray, found[name]) for name in here}, found["metadata"]
