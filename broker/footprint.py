@@ -41,7 +41,7 @@ TAPE_KEPT: Final = 4096
 TAPE_BYTES: Final = 64 << 20
 #: Bytes of an entry of the tape, and of the merger's state, for each island; and of the rest of an entry.
 TAPE_PER_ISLAND: Final = 300
-STATE_PER_ISLAND: Final = 480
+STATE_PER_ISLAND: Final = 320
 TAPE_ENTRY: Final = 600
 #: Bytes of activations per token of a batch and element of a norm. A layer has two norms of its width.
 ACTIVATION_BYTES: Final = 68
