@@ -266,7 +266,7 @@ def _sent(addends: Sequence[Addend], version: int, path: Callable[[int], float],
     """Return what contributions are judged and weighed by."""
     both = zip(addends, seen.steps, seen.batches, strict=True)
     return [
-        Sent(c.island, version - c.base, n, batch * n, addend.norm / path(n), c.loss, c.digest, addend.body)
+        Sent(c.island, version - c.base, n, batch * n, addend.norm / path(n), c.digest, addend.body)
         for addend, n, batch in both
         for c in [addend.contribution]
     ]

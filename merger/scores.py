@@ -78,7 +78,6 @@ class Score:
         usual: Decayed sum of the agreement that an honest island with as many tokens is expected to have.
         noise: Decayed sum of the variance of the agreement of unrelated contributions.
         norm: Its norm, relative to the usual one of the round, averaged.
-        loss: Its claimed loss, relative to the usual one of the round, averaged. It is for display only.
         rounds: How many rounds it was compared in.
         lowered: In how many of its last rounds in a row its weight was lowered.
     """
@@ -87,7 +86,6 @@ class Score:
     usual: float = 0.0
     noise: float = 0.0
     norm: float = 1.0
-    loss: float = 1.0
     rounds: int = 0
     lowered: int = 0
 
@@ -112,29 +110,24 @@ class Score:
             noise=short(DECAY * DECAY * self.noise + variance),
         )
 
-    def with_ratios(self, norm: float, loss: float) -> Score:
-        """Return the score with one more norm and loss in its averages, which begin at 1 with the weight of a round."""
+    def with_norm(self, norm: float) -> Score:
+        """Return the score with one more norm in its average, which begins at 1 with the weight of a round."""
         new = max(1.0 - DECAY, 1.0 / (self.rounds + 2))
-        norm, loss = min(norm, NORM_MOST), min(loss, NORM_MOST) if math.isfinite(loss) else self.loss
-        return replace(
-            self,
-            norm=short(self.norm + new * (norm - self.norm)),
-            loss=short(self.loss + new * (loss - self.loss)),
-            rounds=self.rounds + 1,
-        )
+        average = self.norm + new * (min(norm, NORM_MOST) - self.norm)
+        return replace(self, norm=short(average), rounds=self.rounds + 1)
 
     def to_list(self) -> list[float]:
         """Return the values for JSON."""
-        return [self.agreement, self.usual, self.noise, self.norm, self.loss, self.rounds, self.lowered]
+        return [self.agreement, self.usual, self.noise, self.norm, self.rounds, self.lowered]
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> Score:
         """Return the score that `to_list` wrote. Raises ValueError or TypeError for other values."""
-        agreement, usual, noise, norm, loss, rounds, lowered = values
-        averages = float(agreement), float(usual), float(noise), float(norm), float(loss)
+        *averages, rounds, lowered = values
+        agreement, usual, noise, norm = map(float, averages)
         if not all(map(math.isfinite, averages)):
             raise ValueError(f"a score that is not finite: {values!r:.100}")
-        return cls(*averages, int(rounds), int(lowered))
+        return cls(agreement, usual, noise, norm, int(rounds), int(lowered))
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,6 @@ class Sent:
         steps: The inner steps of it that weigh (`claims.seen`).
         tokens: The tokens of it that weigh.
         norm: Its norm over the length of its path (`weights.path`).
-        loss: The loss that it claims.
         digest: The digest of its payload.
         body: The contribution as its codec encoded it.
     """
@@ -157,7 +149,6 @@ class Sent:
     steps: int
     tokens: float
     norm: float
-    loss: float
     digest: str
     body: Body
 
@@ -199,11 +190,11 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
     scores, away, (norms, usual) = dict(known), frozenset[int](), _norms(sent, islands)
     if len(fresh) >= JUDGES_LEAST:
         scores, away = _compared(scores, sent, fresh, spans)
-        losses, pointing_away = _ratios_of_losses(sent, islands), {sent[i].island for i in away}
+        pointing_away = {sent[i].island for i in away}
         for name in islands:
-            ratios = scores.get(name, Score()).with_ratios(norms[name], losses[name])
-            is_lowered = ratios.factor < 1.0 or name in pointing_away
-            scores[name] = replace(ratios, lowered=ratios.lowered + 1 if is_lowered else 0)
+            score = scores.get(name, Score()).with_norm(norms[name])
+            is_lowered = score.factor < 1.0 or name in pointing_away
+            scores[name] = replace(score, lowered=score.lowered + 1 if is_lowered else 0)
     of = [scores.get(one.island, Score()) for one in sent]
     factors = tuple(0.0 if i in away else score.factor for i, score in enumerate(of))
     limits = tuple(norm if score.norm > NORM_LARGE else math.inf for norm, score in zip(usual, of, strict=True))
@@ -309,14 +300,6 @@ def _norms(sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> tuple[
     if usual <= 0.0:
         return dict.fromkeys(of, 1.0), [math.inf] * len(sent)
     return {name: norm / usual for name, norm in of.items()}, [usual / expected(o.tokens, usual_tokens) for o in sent]
-
-
-def _ratios_of_losses(sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Return each island's claimed loss relative to the usual one; NaN if one of them was not measured."""
-    known = [one.loss for one in sent if math.isfinite(one.loss) and one.loss > 0.0]
-    usual = upper_median(known) if known else math.nan
-    measured = {name: [sent[i].loss for i in own if math.isfinite(sent[i].loss)] for name, own in islands.items()}
-    return {name: max(0.0, losses[-1]) / usual if losses else math.nan for name, losses in measured.items()}
 
 
 # -- the sample -------------------------------------------------------------------------------------------------------

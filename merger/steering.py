@@ -96,7 +96,7 @@ class OperatorControls:
             found = after[island]
             text = (
                 f"{island}: its contributions disagree with those of the others (score {found.value:.2f}, norm "
-                f"{found.norm:.1f} and loss {found.loss:.1f} times the usual ones), so its weight is lowered"
+                f"{found.norm:.1f} times the usual one), so its weight is lowered"
             )
             self._tell("lowered", text, logging.WARNING)
         for island in restored(before, after):

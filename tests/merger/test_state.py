@@ -37,7 +37,7 @@ FULL = RunState(
     norms={0: (1.0, 2.0), 1: ()},
     seen={"a/x": Sequences(3, {5, 7}, 6), "b/y": Sequences()},
     cursors={"0": (0, 96), "7": (2, 0)},
-    accounts={"a": Account(6, 700, 40, 0.25, 12.5, 24, Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1)), "b": Account(5, 300)},
+    accounts={"a": Account(6, 700, 40, 0.25, 12.5, 24, Score(1.5, 2.0, 0.01, 1.25, 4, 1)), "b": Account(5, 300)},
     refused={"stale": 2, "late": 1},
     covered=5,
 )

@@ -112,7 +112,7 @@ def test_no_island_weighs_more_than_the_cap(parts: list[tuple[str, float]], cap:
 
 def test_weigh_by_hand() -> None:
     # Raw weights 10 · 10/1 = 100 and 20 · 20/4 = 100. Staleness 0 and 3: s = 1 and ½, so 100 and 50 of 150.
-    sent_ = [Sent("a", 0, 1, 10.0, 1.0, 1.0, "", NOTHING), Sent("b", 3, 4, 20.0, 1.0, 1.0, "", NOTHING)]
+    sent_ = [Sent("a", 0, 1, 10.0, 1.0, "", NOTHING), Sent("b", 3, 4, 20.0, 1.0, "", NOTHING)]
     assert final(sent_, [1.0, 1.0], CONFIG) == [100.0, 50.0]
     assert final(sent_, [0.5, 0.0], CONFIG) == [50.0, 0.0]
     assert final(sent_, [1.0, 1.0], replace(CONFIG, share_cap=1.0)) == [50.0, 50.0]
@@ -203,9 +203,9 @@ SAME_NOISE: Forge = lambda delta_N, random: np.random.default_rng(12345).standar
 TRIPLE: Forge = lambda delta_N, random: 3 * delta_N  # noqa: E731
 
 
-def sent(name: str, values_N: Vector, *, tokens: int = 100, staleness: int = 0, loss: float = 2.0) -> Sent:
+def sent(name: str, values_N: Vector, *, tokens: int = 100, staleness: int = 0) -> Sent:
     norm = float(np.linalg.norm(values_N))
-    return Sent(name, staleness, 4, tokens, norm, loss, digest(values_N.tobytes()), encoded(values_N, "float32"))
+    return Sent(name, staleness, 4, tokens, norm, digest(values_N.tobytes()), encoded(values_N, "float32"))
 
 
 def contributions(
