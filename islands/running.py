@@ -197,13 +197,14 @@ class WorkerRun(Membership):
 
     def _end(self, state: str) -> None:
         self._state = state
-        if self._evaluator is not None:
+        if self._evaluator is not None and state == "done":
             self._evaluator.stop()
-            if state == "done":
-                with progress("evaluating the final parameters"):
-                    self._evaluator.finish(self._stopped)
+            with progress("evaluating the final parameters"):
+                self._evaluator.finish(self._stopped)
 
     def _close(self) -> None:
+        if self._evaluator is not None:
+            self._evaluator.stop()
         super()._close()
         if self._curves is not None:
             self._curves.close()  # the last points matter most after a divergence

@@ -96,9 +96,6 @@ def test_a_snapshot_whose_adoption_fails_is_adopted_later(monkeypatch: pytest.Mo
     assert versions(island) == [snapshot.version for snapshot in run.merger.snapshots.values()]
 
 
-# -- data -----------------------------------------------------------------------------------------------------------
-
-
 # -- without a merger -----------------------------------------------------------------------------------------------
 
 

@@ -56,11 +56,8 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 def install() -> None:
     """Replace JAX in this process for good. Only call this in a process that does nothing else."""
-    for module in (
-        archipelago.islands.sync.arrays,
-        archipelago.islands.sync.replica,
-        archipelago.merger.outer,
-    ):
+    arrays, replica = archipelago.islands.sync.arrays, archipelago.islands.sync.replica
+    for module in (arrays, replica, archipelago.merger.outer):
         _replace(module, jnp=np)
     host = SimpleNamespace(
         Array=jax.Array,
@@ -73,12 +70,7 @@ def install() -> None:
         tree=jax.tree,
         jit=lambda f, **_: f,
     )
-    for module in (
-        archipelago.islands.computation,
-        archipelago.islands.sync.arrays,
-        archipelago.islands.sync.replica,
-        archipelago.islands.worker,
-    ):
+    for module in (arrays, replica, archipelago.islands.computation, archipelago.islands.worker):
         _replace(module, jax=host)
     _replace(archipelago.merger.round_merge, jax=SimpleNamespace(numpy=np))
     _replace(
@@ -92,7 +84,7 @@ def install() -> None:
     _replace(archipelago.merger.outer, jax=uncompiled, build=_outer, _on_cpu=lambda tree: tree)
     _replace(archipelago.islands.computation, begin=_begin)
     _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
-    _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
+    _replace(replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
         archipelago.islands.data.batches, windows=cache(archipelago.islands.data.ranges.windows)
     )  # All storms read the same text.

@@ -37,7 +37,6 @@ from archipelago.islands.own_loop.session import Session
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.heartbeat import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host, Participant
-from archipelago.islands.sync.recovery import OptimizerAccess
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
@@ -108,7 +107,6 @@ class LoopIsland(ABC):
         parameters: Its parameters.
         replica: Its replica.
         begin: Places the run's parameters, one vector for each fragment.
-        optimizer_leaves: Returns the state of its optimiser, if it has any.
     """
 
     def __init__(
@@ -118,7 +116,6 @@ class LoopIsland(ABC):
         parameters: Any,
         replica: AnyReplica,
         begin: Callable[[Sequence[Vector]], None],
-        optimizer_leaves: Callable[[], Sequence[Any] | None] | None = None,
     ) -> None:
         self.run, self.parameters, self.replica = run, parameters, replica
         self.link = run.link(f"{name}/x")
@@ -126,16 +123,7 @@ class LoopIsland(ABC):
         begin([arrival.params_N for arrival in arrivals])
         host = Host("test", MemoryMeter(run.clock, MemoryUse))
         self.loop = Participant(
-            name,
-            run.manifest,
-            self.link,
-            replica,
-            parameters,
-            arrivals,
-            host,
-            OptimizerAccess(optimizer_leaves),
-            run.clock,
-            "x",
+            name, run.manifest, self.link, replica, parameters, arrivals, host, clock=run.clock, incarnation="x"
         )
         self.loop.begin()
         self.link.pump()

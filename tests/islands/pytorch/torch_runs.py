@@ -46,9 +46,7 @@ class TorchIsland(LoopIsland):
     def __init__(self, run: TorchRun, name: str, model: Any, buffers: Sequence[str]) -> None:
         self.model, parameters = model, ModuleParameters(model, buffers)
         replica = TorchReplica(run.manifest, parameters.device)
-        super().__init__(
-            run, name, parameters, replica, lambda vectors: replica.begin(parameters.named(), vectors), lambda: None
-        )
+        super().__init__(run, name, parameters, replica, lambda vectors: replica.begin(parameters.named(), vectors))
 
     def step(self, by: float = STEP) -> None:
         trained(self.model, by)
