@@ -191,7 +191,6 @@ def test_stop_ends_all_connections(echo: Echo, until: Until) -> None:
             client.sendall(bytes(4 * PIECE_BYTES))
             until(lambda: proxy.connections == 1, "the other connection")
             proxy.stop()
-            proxy.stop()
             for each in (client, silent):
                 each.settimeout(PATIENCE)
                 with pytest.raises(ConnectionResetError):
