@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ from tests.failing import failing
 from tests.islands.tasks.task_runs import BATCHES, EXAMPLES, SHARDS
 from tests.ops.experiments.trials import record_of, task_work, trial_of
 from tests.small import SMALL, compiled
-
-
-@pytest.fixture
-def config() -> RunConfig:
-    """Return the settings of a run of 24 steps, with few programs to compile."""
-    data, inner = replace(SMALL.data, corpus="small-text"), replace(SMALL.inner, steps=24, warmup_steps=4)
-    return replace(
-        SMALL, data=data, inner=inner, sync=replace(SMALL.sync, fragments=1), merge=MergeConfig("average", "average")
-    )
 
 
 def test_islands_of_a_task_are_compared_at_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

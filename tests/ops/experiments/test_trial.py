@@ -200,28 +200,14 @@ def test_what_honest_islands_send_is_noted_for_the_hostile_ones() -> None:
     assert transport.merger.updates(0.0)[0].contribution == samples.contribution(payload)
 
 
-def hostile_trial(islands: int = 4, hostile: int = 0, attack: str = "", scores: bool = True, seed: int = 0) -> Trial:
-    settings = {"data.corpus": "small-text", "inner.steps": 24, "merge.scores": scores}
-    return Trial.of(settings, seed, islands=islands, hostile=hostile, attack=attack)
-
-
 def test_a_row_is_compared_with_the_run_without_its_hostile_islands() -> None:
-    def record(trial: Trial, loss: float) -> dict[str, object]:
-        return record_of(trial, loss) | {"hostile": trial.hostile, "attack": trial.attack}
+    def record(loss: float, islands: int = 4, attack: str = "", scores: bool = True) -> dict[str, Any]:
+        trial = Trial.of({"merge.scores": scores}, islands=islands, hostile=int(bool(attack)), attack=attack)
+        return record_of(trial, loss) | {"hostile": trial.hostile, "attack": attack}
 
-    rows = grouped(
-        [
-            record(hostile_trial(4, 1, "flip"), 2.02),
-            record(hostile_trial(4, 1, "flip", scores=False), 2.4),
-            record(hostile_trial(4), 2.2),
-            record(hostile_trial(4, scores=False), 2.2),
-            record(hostile_trial(3, scores=False), 2.0),
-        ]
-    )
-    assert [row.ratios(baseline(row, rows)) for row in rows] == [
-        [pytest.approx(1.01)],
-        [pytest.approx(1.2)],
-        [pytest.approx(1.0)],
-        [],
-        [],
-    ]
+    rows = grouped([
+        record(2.02, attack="flip"), record(2.4, attack="flip", scores=False), record(2.2), record(2.2, scores=False),
+        record(2.0, islands=3, scores=False),
+    ])  # fmt: skip
+    assert [row.ratio(baseline(row, rows)) for row in rows[:3]] == pytest.approx([1.01, 1.2, 1.0])
+    assert [row.ratios(baseline(row, rows)) for row in rows[3:]] == [[], []]
