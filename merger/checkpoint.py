@@ -33,8 +33,6 @@ from archipelago.broker.messages import Books, Contribution, Evaluation, Snapsho
 from archipelago.broker.wire import digest
 
 FORMAT = 2
-#: The items that hold arrays.
-ITEMS = ("parameters", "published", "outer", "pending")
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -187,7 +185,7 @@ def describe(images: Sequence[Image]) -> str:
 
 def _arrays_of(image: Image) -> Items:
     manifest = image.manifest
-    items: Items = {name: {} for name in ITEMS}
+    items: Items = {"parameters": {}, "published": {}, "outer": {}, "pending": {}}
     for full in image.fragments:
         p, state = full.snapshot.fragment, dict(full.own)
         items["published"] |= _tensors(manifest, p, full.published_N)
@@ -230,7 +228,8 @@ def _metadata_of(image: Image, items: Items) -> Fields:
         "evaluations": [to_fields(evaluation) for evaluation in image.evaluations],
         "pending": [to_fields(contribution) for contribution, _ in image.pending],
     }
-    return {"format": FORMAT, "fields": fields, "digest": _digest_of(items, fields)}
+    arrays = [list(path) for path, _ in _leaves(items)]
+    return {"format": FORMAT, "fields": fields, "arrays": arrays, "digest": _digest_of(items, fields)}
 
 
 def _image_of(items: Items, fields: Fields) -> Image:
@@ -304,11 +303,30 @@ def _save(folder: Path, keep: int, besides: Collection[int], number: int, items:
 
 
 def _restore(folder: Path, number: int) -> tuple[Items, Fields]:
-    import jax
     import orbax.checkpoint as ocp
 
-    here = [name for name in ITEMS if (folder / str(number) / name).is_dir()]
     with _manager(folder, create=False, read_only=True) as manager:
-        how = {name: ocp.args.StandardRestore() for name in here}
-        found = manager.restore(number, args=ocp.args.Composite(metadata=ocp.args.JsonRestore(), **how))
-    return {name: jax.tree.map(np.asarray, found[name]) for name in here}, found["metadata"]
+        wanted = ocp.args.Composite(metadata=ocp.args.JsonRestore())
+        metadata: Fields = manager.restore(number, args=wanted)["metadata"]
+        items: Items = {}
+        for path in metadata["arrays"]:
+            # One at a time: when one of several is damaged, Orbax abandons the reads of the others with pages of log.
+            how: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+            args = ocp.args.PyTreeRestore(
+                item=_nested(path[1:], 0), restore_args=_nested(path[1:], how), partial_restore=True
+            )
+            found = manager.restore(number, args=ocp.args.Composite(**{path[0]: args}))[path[0]]
+            place: dict[str, Any] = items
+            for name in path[:-1]:
+                place = place.setdefault(name, {})
+            for name in path[1:]:
+                found = found[name]
+            place[path[-1]] = np.asarray(found)
+    return items, metadata
+
+
+def _nested(path: Sequence[str], value: Any) -> Any:
+    """Return dictionaries in dictionaries that hold a value at that path."""
+    for name in reversed(path):
+        value = {name: value}
+    return value
