@@ -19,7 +19,7 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.wire import digest, pack, unpack
+from archipelago.broker.wire import digest, pack
 
 #: The name of the exact parameters among the arrays of a merger.
 PARAMETERS = "params"
@@ -62,12 +62,6 @@ class FullState:
         payload = pack(self.published_N, wire.full, wire.full_zstd_level)
         header = replace(self.snapshot, bytes=len(payload), digest=digest(payload))
         return Compaction(header, payload, joined(self.own) if self.own else b"")
-
-
-def unpacked(packed: Compaction, elements: int) -> FullState:
-    """Return the arrays in the payloads of a fragment with that many elements. Raises WireError."""
-    own = separated(packed.outer) if packed.outer else {}
-    return FullState(packed.snapshot, unpack(packed.payload, elements), own)
 
 
 def joined(arrays: Mapping[str, NDArray[Any]]) -> bytes:

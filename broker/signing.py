@@ -293,17 +293,17 @@ class EventOrder:
         self._stamps = {entry: stamp for entry, stamp in self._stamps.items() if entry == after}
 
 
-class FragmentOrder:
-    """The newest stamp of each fragment that one process has read since the last resume."""
+class SnapshotOrder:
+    """The newest stamp of each snapshot or header that one process has read since the last resume, by its key."""
 
     def __init__(self) -> None:
-        self._stamps: dict[int, Stamp] = {}
+        self._stamps: dict[str, Stamp] = {}
 
-    def accept(self, fragment: int, stamp: Stamp) -> None:
-        """Remember the stamp. Raises SignatureError for a snapshot that is older than one that was read before."""
-        if stamp < self._stamps.get(fragment, FIRST):
-            raise SignatureError(f"fragment {fragment} is older than before", code="signature.replayed")
-        self._stamps[fragment] = stamp
+    def accept(self, key: str, stamp: Stamp) -> None:
+        """Remember the stamp. Raises SignatureError for one that is older than one that was read before."""
+        if stamp < self._stamps.get(key, FIRST):
+            raise SignatureError(f"{key} is older than before", code="signature.replayed")
+        self._stamps[key] = stamp
 
     def forget(self) -> None:
         """Accept any snapshot next, because a merger has gone back to what Redis holds."""

@@ -10,6 +10,7 @@ The newest published parameters of a fragment are its newest full snapshot, and 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -338,10 +339,20 @@ def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
             )
 
 
-def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
-    """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced."""
+def full_snapshot(
+    reader: ReaderClient, manifest: Manifest, p: int, between: Callable[[], object] = lambda: None
+) -> Published:
+    """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced.
+
+    `between` is called as parts of it arrive.
+    """
     unpacking = Unpacking(manifest.sizes[p])
-    snapshot, payload = reader.fragment(p, unpacking.arrived)
+
+    def arrived(payload: memoryview) -> None:
+        unpacking.arrived(payload)
+        between()
+
+    snapshot, payload = reader.fragment(p, arrived)
     if not is_digest(snapshot.digest, payload) or snapshot.fragment != p:
         raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
     return Published(snapshot, unpacking.finish(payload), len(payload))

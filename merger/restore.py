@@ -15,11 +15,11 @@ import numpy as np
 
 from archipelago.broker.commits import Image, Rewrite, nothing
 from archipelago.broker.errors import ConfigError, WireError
-from archipelago.broker.full_state import Compaction, unpacked
+from archipelago.broker.full_state import FullState, separated
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest_of, is_digest, newest, unpack
+from archipelago.broker.wire import digest_of, full_snapshot, newest
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import full_state, snapshot_of
 from archipelago.merger.replay import (
@@ -122,11 +122,11 @@ def _from_redis(
     tape: dict[int, TapeEntry] = {}
     read_after = state.closed
     for p, snapshot in snapshots.items():
-        held, payload = _full(transport, manifest, p, snapshot.version, between)
+        compacted = _full(transport, manifest, p, snapshot.version, between)
+        held = compacted.snapshot
         if (after := min(held.round, state.covered) if has_checkpoints else held.round) < read_after:
             tape, read_after = _rounds(transport, manifest, after, state.closed), after
-        outer_state = transport.merger.outer(p, held.version) if held.version else b""
-        fragment = fragment_of(rules, unpacked(Compaction(held, payload, outer_state), manifest.sizes[p]))
+        fragment = fragment_of(rules, compacted)
         numbers = [manifest.round_of(version, p) for version in range(held.version + 1, snapshot.version + 1)]
         if missing := [number for number in numbers if number not in tape]:
             raise WireError(f"the tape lacks round {missing[0]}")
@@ -162,20 +162,15 @@ def _head(manifest: Manifest, closed: int, p: int, head: Snapshot | None) -> Sna
 
 def _full(
     transport: MergerTransport, manifest: Manifest, p: int, version: int, between: Callable[[], object]
-) -> tuple[Snapshot, bytes]:
-    """Return the newest full snapshot of a fragment and its payload. Raises WireError if it is lost or damaged."""
-
-    def arrived(_: memoryview) -> None:
-        between()
-
-    snapshot, payload = transport.reader.fragment(p, arrived)
-    if snapshot.fragment != p or snapshot.version > version:
+) -> FullState:
+    """Return the newest full state of a fragment. Raises WireError if it is lost or damaged."""
+    snapshot, published_N, _ = full_snapshot(transport.reader, manifest, p, between)
+    if snapshot.version > version:
         raise WireError(f"the snapshot of fragment {p} is of version {snapshot.version}, and {version} is the newest")
-    if not is_digest(snapshot.digest, payload):
-        raise WireError(f"the payload of the snapshot of fragment {p} is not the published one")
-    if snapshot.held and digest_of(unpack(payload, manifest.sizes[p])) != snapshot.held:
+    if snapshot.held and digest_of(published_N) != snapshot.held:
         raise WireError(f"the parameters in the snapshot of fragment {p} are not the published ones")
-    return snapshot, payload
+    own = separated(transport.merger.outer(p, snapshot.version)) if snapshot.version else {}
+    return FullState(snapshot, published_N, own)
 
 
 def _merged_again(

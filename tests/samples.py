@@ -11,7 +11,7 @@ import numpy as np
 from archipelago.broker.codecs import TINY, Vector, codec
 from archipelago.broker.commits import Commit, Image, entry_name
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
-from archipelago.broker.full_state import PARAMETERS, Compaction, FullState, joined, unpacked
+from archipelago.broker.full_state import PARAMETERS, Compaction, FullState, joined
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
@@ -27,7 +27,7 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest, pack
+from archipelago.broker.wire import digest, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.state import FragmentState
 
@@ -148,6 +148,11 @@ def handover(payload: bytes = b"moments", **changes: Any) -> Handover:
     return replace(Handover("b", "y", 40, len(payload), digest(payload)), **changes)
 
 
+def first_states(of: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> list[FullState]:
+    """Return the full states of fragments at version 0."""
+    return [FullState(snapshot, unpack(payload, of.sizes[snapshot.fragment]), {}) for snapshot, payload in snapshots]
+
+
 def outer_bits(fragment: FragmentState) -> bytes:
     """Return the exact parameters and the outer optimiser's state of a fragment."""
     return joined(outer.named(fragment.params_N, fragment.outer))
@@ -165,13 +170,12 @@ def image(of: Manifest, pending: list[tuple[Contribution, bytes]], noise: bytes 
     `noise` is a part of that fragment's outer state, which it lacks without any.
     """
     p, closed = of.own_fragments[0], commit([], round_number=of.own_rounds.next(0))
-    first = [unpacked(Compaction(*each), of.sizes[each[0].fragment]) for each in first_snapshots(of)]
     ones_N, snapshot = np.ones(of.sizes[p], np.float32), replace(closed.snapshot, fragment=p, version=1)
     own: dict[str, Any] = {PARAMETERS: ones_N, "noise": np.frombuffer(noise, np.uint8)} if noise else {}
     base = Image(
         manifest=of,
         number=3,
-        fragments=[FullState(snapshot, ones_N, own), *first[1:]],
+        fragments=[FullState(snapshot, ones_N, own), *first_states(of, first_snapshots(of))[1:]],
         state=closed.state,
         books=Books(9, 900, 2, 200, 1, 100, 5000, 6000),
         cursors={"0": (0, 96), "7": (2, 0)},

@@ -68,15 +68,16 @@ class Compactions:
 
     def place(self, epoch: int, compaction: Compaction, seconds: int = PLACED_SECONDS) -> RedisPlaced:
         """Upload a compaction as chunks that expire after that time unless `point` keeps them."""
-        snapshot, outer = compaction.snapshot, compaction.outer
+        snapshot, payload, outer = compaction.snapshot, compaction.payload, compaction.outer
+        signing, about, stamp = self._connection.signing, str(snapshot.fragment), self._connection.stamps.next(epoch)
         name = f"{snapshot.fragment}.{snapshot.version}.e{epoch}"
         with self._connection.translated():
-            payload_at = self._chunks.place(f"f{name}", compaction.payload, seconds)
+            payload_at = self._chunks.place(f"f{name}", payload, seconds)
             outer_at = self._chunks.place(f"o{name}", outer, seconds) if outer else {}
-            fields = self._connection.signed_snapshot(snapshot, compaction.payload, epoch)
-            of_outer = {"version": str(snapshot.version), "bytes": str(len(outer))}
-            signed = self._connection.signing.signed("outer", of_outer, about=str(snapshot.fragment), payload=outer)
-        return RedisPlaced(snapshot, fields, payload_at, signed, outer_at)
+        fields = signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
+        of_outer = {"version": str(snapshot.version), "bytes": str(len(outer))}
+        signed_outer = signing.signed("outer", of_outer, about=about, payload=outer)
+        return RedisPlaced(snapshot, fields, payload_at, signed_outer, outer_at)
 
     def write_first(self, pipe: Any, epoch: int, placed: RedisPlaced) -> None:
         """Point to a placed compaction, and write its header, in a run that is created by this pipeline."""

@@ -14,7 +14,6 @@ import redis
 
 from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.ranges import parse_position
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import (
@@ -268,11 +267,6 @@ class RedisConnection:
                     break
                 found += page
         return found
-
-    def signed_snapshot(self, snapshot: Snapshot, payload: bytes, epoch: int) -> dict[str, str]:
-        """Return the fields of a fragment's snapshot, signed as a write of a merger with that epoch."""
-        about, stamp = str(snapshot.fragment), self.stamps.next(epoch)
-        return self.signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         """Return the cursor of each started range of text."""

@@ -9,7 +9,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import KINDS, Event, Refusal, Resume
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.replies import entry_id, event_of, stream_entries
-from archipelago.broker.signing import FIRST, MERGER, EventOrder, FragmentOrder, Raw, Stamp, stamp_of
+from archipelago.broker.signing import FIRST, MERGER, EventOrder, Raw, SnapshotOrder, Stamp, stamp_of
 from archipelago.broker.transport import REFUSALS_AMONG
 
 REFUSED = KINDS[Refusal].encode()
@@ -24,7 +24,7 @@ class EventStream:
         self._connection = connection
         self._redis, self._key = connection.redis, connection.keys.snapshots
         self._order = EventOrder()
-        self._fragments, self._heads = FragmentOrder(), FragmentOrder()
+        self._snapshots = SnapshotOrder()
         self._scanned = (START, START)  # a position, and the last entry after it that cannot be read, if there are any
 
     def last(self) -> str:
@@ -55,18 +55,13 @@ class EventStream:
             if out:
                 return out
 
-    def accept_fragment(self, fragment: int, raw: Raw) -> None:
-        """Raise SignatureError if the snapshot is older than one that was read before, and no merger has resumed since.
+    def accept(self, key: str, raw: Raw) -> None:
+        """Raise SignatureError if a snapshot, or its header, is older than what was read from this key before.
 
-        Only a process that reads the events knows of that.
+        Only a process that reads the events knows of that. It may be older once a merger has resumed.
         """
         if self._connection.signing.is_on and self._order.is_begun:
-            self._fragments.accept(fragment, stamp_of(raw))
-
-    def accept_head(self, fragment: int, raw: Raw) -> None:
-        """Do the same for the header of a fragment's newest version."""
-        if self._connection.signing.is_on and self._order.is_begun:
-            self._heads.accept(fragment, stamp_of(raw))
+            self._snapshots.accept(key, stamp_of(raw))
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
         """See `ReaderClient.refusals`."""
@@ -90,8 +85,7 @@ class EventStream:
             self._connection.warn_once(f"event {entry}", error)
             return None
         if isinstance(event, Resume):
-            self._fragments.forget()
-            self._heads.forget()
+            self._snapshots.forget()
         return event
 
     def _read(self, entry: str, raw: Raw) -> Event | None:

@@ -114,7 +114,7 @@ class RedisReader:
                     payload = self.chunks.fetch(raw, snapshot.bytes, arrived=arrived)
                 except WireError:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
-            self._events.accept_fragment(fragment, raw)
+            self._events.accept(self._keys.fragment(fragment), raw)
             return snapshot, payload
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
 
@@ -146,7 +146,7 @@ class RedisReader:
         found = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
         try:
             self._signing.verify("head", MERGER, found, about=str(p))
-            self._events.accept_head(p, found)
+            self._events.accept(self._keys.head(p), found)
             return from_fields(Snapshot, text_fields(found))
         except WireError as error:
             self.connection.warn_once(f"the header of fragment {p}", error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from archipelago.broker.address import AddressError, redacted
@@ -132,7 +132,7 @@ class RedisTransport:
                 self.connection.registry.sadd(REGISTRY, self.connection.run)
                 epoch = self._first_epoch(pipe, image)
                 placed = [self._compactions.place(epoch, each, ORPHAN_SECONDS) for each in full]
-                fill = self._prepared(image) if image else None
+                pending = self._uploaded(image.pending) if image else []
                 # Keys remain if someone deleted only the manifest by hand.
                 past = self._keys.of_the_past(manifest.own_fragments, self.updates.names())
                 pipe.multi()
@@ -142,8 +142,8 @@ class RedisTransport:
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
                 if epoch:
                     pipe.set(self._keys.epoch, epoch_mark(epoch))
-                if fill:
-                    fill(pipe)
+                if image:
+                    self._fill(pipe, image, pending)
                 pipe.execute()
         except DisturbedError:
             raise self._exists() from None
@@ -180,31 +180,24 @@ class RedisTransport:
             return 0
         return max(epoch_in(pipe.get(self._keys.epoch)), *(entry.epoch for entry in image.tape), 0) + EPOCHS_SKIPPED
 
-    def _prepared(self, image: Image) -> Callable[[Any], None]:
-        """Upload the rest of a checkpoint. Returns a function that adds it to the transaction that creates the run."""
-        pending = [
-            (c, {**self._vouched(c, payload), **self.chunks.of(c.island).place(chunks_name(c), payload)})
-            for c, payload in image.pending
-        ]
+    def _uploaded(self, pending: Sequence[tuple[Contribution, bytes]]) -> list[tuple[str, dict[str, str | bytes]]]:
+        """Upload contributions. Return the island of each, and the entry that points to it.
+
+        The mergers sign in the place of its island, which signed it before.
+        """
+        out: list[tuple[str, dict[str, str | bytes]]] = []
+        for c, payload in pending:
+            signed = self._signing.signed("contribution", to_fields(c), payload=payload, sender=c.island)
+            out.append((c.island, {**signed, **self.chunks.of(c.island).place(chunks_name(c), payload)}))
         failpoint("restore.placed")
+        return out
 
-        def fill(pipe: Any) -> None:
-            for contribution, where in pending:
-                pipe.sadd(self._keys.islands, contribution.island)
-                pipe.xadd(self._keys.updates(contribution.island), where)
-                self.chunks.of(contribution.island).settle(pipe, where)
-            self._fill(pipe, image)
-
-        return fill
-
-    def _vouched(self, contribution: Contribution, payload: bytes) -> dict[str, str]:
-        """Return the fields of a contribution. The mergers sign in the place of its island, which signed it before."""
-        return self._signing.signed(
-            "contribution", to_fields(contribution), payload=payload, sender=contribution.island
-        )
-
-    def _fill(self, pipe: Any, image: Image) -> None:
-        """Write all parts of a checkpoint that have no payload."""
+    def _fill(self, pipe: Any, image: Image, pending: Sequence[tuple[str, dict[str, str | bytes]]]) -> None:
+        """Write what a checkpoint holds besides its fragments."""
+        for island, waiting in pending:
+            pipe.sadd(self._keys.islands, island)
+            pipe.xadd(self._keys.updates(island), waiting)
+            self.chunks.of(island).settle(pipe, waiting)
         pipe.hset(self._keys.state, mapping=state_fields(state_values(self._signing, image.state)))
         counts = {name: value for name, value in to_fields(image.books).items() if not name.startswith("published")}
         self.merger.write_derived(pipe, image.cursors, counts)

@@ -15,12 +15,12 @@ from archipelago.broker.signing import (
     MERGER,
     SIGNATURE,
     EventOrder,
-    FragmentOrder,
     HeartbeatOrder,
     Kind,
     SignatureError,
     Signing,
     SigningOn,
+    SnapshotOrder,
     Stamps,
     canonical,
     generate,
@@ -163,14 +163,14 @@ def test_a_replayed_event_is_not_accepted_from_any_position() -> None:
 
 
 def test_an_old_snapshot_is_accepted_only_after_a_resume() -> None:
-    order = FragmentOrder()
-    order.accept(0, (1, 5))
-    order.accept(0, (1, 5))
-    order.accept(1, (1, 2))
+    order = SnapshotOrder()
+    order.accept("0", (1, 5))
+    order.accept("0", (1, 5))
+    order.accept("1", (1, 2))
     with failing(SignatureError, "signature.replayed"):
-        order.accept(0, (1, 4))
+        order.accept("0", (1, 4))
     order.forget()
-    order.accept(0, (1, 4))
+    order.accept("0", (1, 4))
 
 
 def test_a_repeated_heartbeat_grows_old_although_its_key_is_refreshed() -> None:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.full_state import Compaction, unpacked
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.models.registry import Params, build
 from archipelago.islands.tasks.ours import first_snapshots, fitted, our_work
@@ -48,9 +47,7 @@ def same(one: Params, other: Params) -> bool:
 def checkpointed(found: RunParameters, folder: Path = Path("runs/mine/merger")) -> None:
     """Write a checkpoint of the run into the folder of a merger."""
     image = replace(
-        samples.image(found.manifest, []), tape=(), state="", fragments=[
-            unpacked(Compaction(*each), found.manifest.sizes[p])
-            for p, each in enumerate(first_snapshots(found.manifest, found.params))
-        ],
+        samples.image(found.manifest, []), tape=(), state="",
+        fragments=samples.first_states(found.manifest, first_snapshots(found.manifest, found.params)),
     )  # fmt: skip
     CheckpointStore(folder / "checkpoints").save(image)
