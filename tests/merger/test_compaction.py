@@ -17,7 +17,7 @@ from archipelago.broker.full_state import PARAMETERS, Compaction
 from archipelago.broker.wire import digest_of, newest
 from archipelago.merger import outer, round_merge
 from archipelago.merger.beside import Spawn, T, at_once
-from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, state_bytes
+from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, full_state, state_bytes
 from archipelago.merger.service import Merger
 from tests import samples
 from tests.failing import failing
@@ -185,3 +185,13 @@ def test_one_is_due_by_bytes_and_by_the_time_of_a_restart() -> None:
         compactor.committed(entry, replace(merger.snapshots[0], difference_bytes=0), is_full=False)
         compactor.begin(1, merger.fragments, merger.snapshots)
         assert bool(began) == is_due, (seconds, times)
+
+
+def test_a_full_state_has_the_arrays_of_the_merger() -> None:
+    """A checkpoint would take twice the memory with copies."""
+    run, merger = served_run(SMALL, quorum=2)
+    run.play(merger, 1)
+    fragment = merger.fragments[0]
+    full = full_state(merger.snapshots[0], fragment)
+    assert np.shares_memory(full.published_N, np.asarray(fragment.published_N))
+    assert np.shares_memory(full.own[PARAMETERS], np.asarray(fragment.params_N))
