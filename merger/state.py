@@ -230,13 +230,14 @@ class RunState:
         is_new = key not in self.seen
         self.seen[key] = self.seen.get(key, Sequences()).with_one(sequence, self.closed)
         if is_new:
-            self._forget([other for other in self.seen if other.startswith(f"{island}/")], INCARNATIONS_OF_AN_ISLAND)
-            self._forget(list(self.seen), INCARNATIONS_MAX)
+            self._forget(key, f"{island}/", INCARNATIONS_OF_AN_ISLAND)
+            self._forget(key, "", INCARNATIONS_MAX)
 
-    def _forget(self, incarnations: list[str], kept: int) -> None:
-        """Forget those of the incarnations that were silent longest, except as many."""
-        incarnations.sort(key=lambda key: (self.seen[key].round, key))
-        for forgotten in incarnations[: max(0, len(incarnations) - kept)]:
+    def _forget(self, newest: str, prefix: str, kept: int) -> None:
+        """Forget the incarnations with that prefix that were silent longest, except as many, and never the newest."""
+        others = [key for key in self.seen if key.startswith(prefix) and key != newest]
+        others.sort(key=lambda key: (self.seen[key].round, key))
+        for forgotten in others[: 1 - kept]:
             del self.seen[forgotten]
 
     def _values(self) -> dict[str, Any]:
@@ -252,7 +253,7 @@ class RunState:
     def to_json(self) -> str:
         """Return the JSON for the commit: what a fresh state does not have, and a digest of it, which shows damage."""
         fresh = RunState()._values()
-        return _digested({name: value for name, value in self._values().items() if value != fresh[name]})
+        return digested({name: value for name, value in self._values().items() if value != fresh[name]})
 
     @classmethod
     def from_json(cls, text: str) -> RunState:
@@ -265,8 +266,7 @@ class RunState:
             return cls()
         try:
             values = json.loads(text)
-            del values["digest"]
-            if json.loads(_digested(values)) != json.loads(text):
+            if values.pop("digest") != _digest_of(values):
                 raise ValueError("its digest differs")
             values = cls()._values() | values
             return cls(
@@ -296,7 +296,10 @@ class RunState:
             ) from None
 
 
-def _digested(values: dict[str, Any]) -> str:
-    """Return the values and their digest as JSON, whose keys are sorted: the broker keeps them in no order."""
-    found = digest(json.dumps(values, sort_keys=True).encode())
-    return json.dumps(values | {"digest": found}, sort_keys=True)
+def _digest_of(values: dict[str, Any]) -> str:
+    return digest(json.dumps(values, sort_keys=True).encode())  # the broker keeps the keys in no order
+
+
+def digested(values: dict[str, Any]) -> str:
+    """Return a state as JSON, with a digest of itself."""
+    return json.dumps(values | {"digest": _digest_of(values)}, sort_keys=True)

@@ -22,7 +22,7 @@ from archipelago.merger.state import (
     RoundTiming,
     RunState,
     Sequences,
-    _digested,
+    digested,
 )
 from archipelago.merger.weights import RunningMean
 from tests import samples
@@ -51,7 +51,7 @@ def test_only_an_undamaged_state_is_read() -> None:
     assert RunState.from_json(json.dumps(dict(reversed(values.items())))) == FULL, "the broker keeps no order"
     changed = [values | {"tokens": FULL.tokens + 1}, {k: v for k, v in values.items() if k != "seen"}, {}, []]
     del values["digest"]  # so that each part is judged by itself
-    assert RunState.from_json(_digested(values)) == FULL
+    assert RunState.from_json(digested(values)) == FULL
     wrong: dict[str, list[Any]] = {
         "closed": ["many"],
         "tokens": [math.inf],
@@ -63,7 +63,7 @@ def test_only_an_undamaged_state_is_read() -> None:
         "accounts": [{"a": []}, {"a": [1] * 14}, {"a": ["many", *[1] * 12]}],
         "covered": [None],
     }
-    damaged = [_digested(values | {name: value}) for name, all_ in wrong.items() for value in all_]
+    damaged = [digested(values | {name: value}) for name, all_ in wrong.items() for value in all_]
     for text in ("{", "[" * 100_000, json.dumps(values), *map(json.dumps, changed), *damaged):
         with failing(ConfigError, "config.lost-state"):
             RunState.from_json(text)
