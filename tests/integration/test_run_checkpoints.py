@@ -120,7 +120,8 @@ def test_a_lost_run_goes_on_from_one_cut_and_is_replayed(tmp_path: Path) -> None
     assert [image.round for image in run.folder.newest()] == closed, "the last checkpoint lacks rounds"
 
     found, merged = repeat(read(run.folder.path)), run.transport.reader.books().merged
-    assert (found["same"], found["first_difference"], found["rounds"]) == (True, "", sum(closed))
+    assert (found["same"], found["first_difference"]) == (True, "")
+    assert found["rounds"] == len(run.transport.reader.tape(1 << 20))
     assert found["contributions"] == merged
     records = read(run.folder.path)
     entry, members = records[1].rounds[closed[1]]
