@@ -293,7 +293,7 @@ def test_the_names_of_islands_that_are_gone_are_forgotten(
         for number in range(ISLANDS_MAX):
             pipe.sadd(keys.islands, name := f"b{number}")
             pipe.hset(keys.island(name), mapping={**beat, "island": name})
-            pipe.pexpire(keys.island(name), 1000 * (REMEMBER_SECONDS - 60 - number))
+            pipe.pexpire(keys.island(name), 1000 * (REMEMBER_SECONDS - 60 - 20 * number))
         pipe.execute()
     while len(transport.updates.names()) < ISLANDS_MAX:
         pass
