@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import Manifest
@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 def run_host(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
     """Run this process of an island over several hosts until the island ends, and return the exit status.
 
-    If another process is lost, a computation fails, and this process ends at once. An orderly end would wait for the
-    other. Or JAX has noticed it first, and aborts this process.
+    If another process is lost, a computation of this one fails. Or JAX has noticed it first, and aborts this process.
     """
     require_valid(options)
     try:
@@ -41,15 +40,31 @@ def run_host(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]
     except (RuntimeError, ValueError) as error:  # JAX raises either
         if not LOST.search(str(error)):
             raise
-        logs.say_error(
-            f"another process of this island is lost ({str(error).splitlines()[0]:.200}). All its processes end. "
-            "Start all of them again.",
-            "hosts.lost",
-        )
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(OUTAGE)
+        _end_now(error)
+
+
+def _end_now(error: BaseException) -> NoReturn:
+    """Say why this process ends, and end it. An orderly end would wait for processes that do not hear of it."""
+    if isinstance(error, ArchipelagoError):
+        logs.say_error(str(error), error.code)
+    elif LOST.search(str(error)):
+        reason = str(error).splitlines()[0][:200]
+        remedy = "All its processes end. Start all of them again."
+        logs.say_error(f"another process of this island is lost ({reason}). {remedy}", "hosts.lost")
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(_status(error))
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, ArchipelagoError):
+        return supervised_status(error)
+    return OUTAGE if LOST.search(str(error)) else FAILED
 
 
 class HostLeader:
@@ -98,16 +113,13 @@ def _lead(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -
     try:
         status = run_island(options, lambda: stopped() or leader.is_stopping, leader=leader)
     except BaseException as error:
-        leader.end(Said(has_left=_status(error)))
+        try:
+            leader.end(Said(has_left=_status(error)))
+        except (RuntimeError, ValueError):  # the others have ended
+            _end_now(error)
         raise
     leader.end(Said(finished=1, about=status))
     return status
-
-
-def _status(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return supervised_status(error) if isinstance(error, ArchipelagoError) else FAILED
 
 
 def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
@@ -131,7 +143,10 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
         team.agree(supervised_status(error))
         raise
     team.agree()
-    said = follow(team, computation, sample, stopped)
+    try:
+        said = follow(team, computation, sample, stopped)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the leader does not hear of it
+        _end_now(error)
     if said.has_left == INTERRUPTED:
         raise KeyboardInterrupt
     if said.has_left:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError, HostError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.process import OUTAGE
+from archipelago.broker.process import FAILED, OUTAGE
 
 
 class Work(IntEnum):
@@ -142,7 +142,7 @@ def process_left(what: str, code: str, status: int = 0) -> ArchipelagoError:
         code: The code of the error.
         status: The exit status of the other process. This one ends with the same.
     """
-    kind = HostError if status == OUTAGE else ConfigError
+    kind = {OUTAGE: HostError, FAILED: DivergedError}.get(status, ConfigError)
     return kind(what, "See the error of that process, and start the island again.", code=code)
 
 

