@@ -22,7 +22,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import UNSAVED, Books, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest_of
+from archipelago.broker.wire import digest_of, is_digest
 from archipelago.merger.beside import Spawn
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import full_state
@@ -240,7 +240,7 @@ class Checkpointer:
             pending=tuple(
                 (d.contribution, d.payload)
                 for d in self.transport.merger.read(cut.waiting)
-                if d.contribution is not None
+                if d.contribution is not None and is_digest(d.contribution.digest, d.payload)
             ),
         )
 

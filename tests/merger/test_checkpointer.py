@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.harness.merger_run import (
     Shelf,
     finish,
     logged_codes,
+    take_checkpoint,
+    values,
 )
 from tests.intercept import EVERY
 
@@ -38,6 +41,20 @@ def serving(
 
 
 # -- the content of a checkpoint -------------------------------------------------------------------------------------
+
+
+def test_what_was_damaged_while_it_waited_is_in_no_checkpoint() -> None:
+    """A merger that restores the run signs what waits, and must not sign damage."""
+    store, run = Shelf(), MergerRun(quorum=2)
+    merger = serving(run, store)
+    run.play(merger, 1)
+    run.live("a", "b")
+    run.send("a", 2, values(2))
+    for expected in (1, 0):
+        merger.turn(0.0)
+        take_checkpoint(merger)
+        assert len(store.images[max(store.images)].pending) == expected
+        run.stored.updates = {n: replace(e, payload=b"damaged") for n, e in run.stored.updates.items()}
 
 
 # -- schedule --------------------------------------------------------------------------------------------------------
