@@ -249,6 +249,3 @@ def test_a_missing_folder_and_one_that_is_a_file_hold_no_checkpoint(tmp_path: Pa
         CheckpointStore(tmp_path / "file").save(image(1))
     assert directories(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
-
-
-# -- concurrent readers ------------------------------------------------------------------------------------------------

@@ -207,6 +207,3 @@ def test_the_record_misses_only_rounds_whose_contributions_are_gone(
     finish(merger)
     assert "record.gone" in logged_codes(caplog)
     assert sorted(record.read(tmp_path).rounds) == [1, 2, 3, 4, 5, 7]
-
-
-# -- concurrency -----------------------------------------------------------------------------------------------------
