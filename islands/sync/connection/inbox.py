@@ -150,15 +150,21 @@ class Announcements:
         self._taken.clear()
         if len(self._events) >= EVENTS_KEPT and not self._taken.wait(block_seconds):
             return
+        self._read(block_seconds)
+        if self._must_resend or self._clock() - self._resent_at >= LOST_SECONDS:
+            lost, self._must_resend, self._resent_at = self._outbox.lost(), False, -math.inf
+            if not lost or self._read():  # a decision takes a contribution away and is announced in one step
+                self._outbox.resend(lost)
+                self._resent_at = self._clock()
+
+    def _read(self, block_seconds: float = 0.0) -> bool:
+        """Read new events. Return whether these are all."""
         news = self._transport.reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         self._heads = None  # headers are read at most once for these events
         for entry, event in news:
             self._judge(event)
             self._after = entry  # last, so that an event whose handling failed is read again
-        must_resend = self._must_resend or self._clock() - self._resent_at >= LOST_SECONDS
-        if must_resend and len(news) < EVENTS_AT_ONCE:  # every decision so far has been read
-            self._outbox.resend_lost()
-            self._must_resend, self._resent_at = False, self._clock()
+        return len(news) < EVENTS_AT_ONCE
 
     def _judge(self, event: Event) -> None:
         fault = fault_in(event, self._manifest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from archipelago.broker.codecs import Parts, body_of, codec
@@ -205,14 +205,19 @@ class Outbox:
             self._queue.popleft()
             self._changed.notify_all()
 
-    def resend_lost(self) -> None:
-        """Publish the contributions again that the broker has lost and the merger has not decided about."""
+    def lost(self) -> list[str]:
+        """Return the contributions that the broker does not hold. The merger may have decided about them just now."""
         with self._lock:
-            acknowledged = {identity: p for identity, p in self._unresolved.items() if p.entry}
-        for identity, published in acknowledged.items():
-            if published.entry == LOST or not self._transport.island.holds(published.entry):
-                entry = self._transport.island.publish(published.contribution, published.payload)
-                self._acknowledge(identity, entry)
+            entries = {identity: published.entry for identity, published in self._unresolved.items() if published.entry}
+        return [each for each, entry in entries.items() if entry == LOST or not self._transport.island.holds(entry)]
+
+    def resend(self, identities: Sequence[str]) -> None:
+        """Publish those of these contributions again about which the merger has not decided."""
+        for identity in identities:
+            with self._lock:
+                published = self._unresolved.get(identity)
+            if published is not None:
+                self._acknowledge(identity, self._transport.island.publish(published.contribution, published.payload))
 
     def _encode(self, draft: Draft) -> tuple[Contribution, bytes]:
         """Encode a draft, compressed if that pays on this link."""
@@ -273,7 +278,7 @@ class Outbox:
     def undo(self, closed: int, tape: Mapping[int, Set[str]]) -> None:
         """Take back the contributions that no round has merged after all, because the broker has lost their rounds.
 
-        `resend_lost` then publishes those that it has lost, too. For the arguments, see `Merged.undone`.
+        `resend` then publishes those that it has lost, too. For the arguments, see `Merged.undone`.
         """
         with self._lock:
             for published in self._merged.undone(closed, tape):

@@ -67,6 +67,17 @@ def test_a_contribution_that_someone_deleted_from_the_stream_is_sent_again(harne
     assert harness.rounds() == [2, 1]
 
 
+def test_a_contribution_that_is_merged_just_now_is_not_sent_again(harness: Harness) -> None:
+    """Its round closes after the island has read the announcements, and before it looks into the stream."""
+    link = harness.link()
+    send(link, 1, 2)
+    first = harness.deliveries()[0]
+    harness.faulty.before["holds"] = lambda: harness.close(1, 1.0, first.contribution)
+    harness.ahead += LOST_SECONDS
+    link.pump()
+    assert harness.rounds() == [2]
+
+
 @pytest.mark.parametrize("is_other", [False, True], ids=["lost", "another one closed"])
 def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harness: Harness, is_other: bool) -> None:
     """A failover forgot the newest two commits, and one of the contributions that they had merged.
