@@ -11,14 +11,10 @@ Shapes in names: T tokens of a sequence, N windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
-
 import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.errors import DataError
-from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.data.tokenizer import Tokens
 
 _PLACES_STREAM, _WINDOWS_STREAM, _OFFSETS_STREAM, _ORDER_STREAM = 0, 1, 2, 3
@@ -36,13 +32,6 @@ def _permutation(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 def range_order(ranges: int, seed: int) -> list[str]:
     """Return the names of all ranges in the order in which every island tries to lease them."""
     return [str(int(number)) for number in _permutation(_random(ranges, _ORDER_STREAM, seed))]
-
-
-def lease_all(ranges: int, seed: int) -> Callable[[], ReadPosition]:
-    """Return the `lease` of a reader that has all ranges to itself, pass after pass."""
-    mine = range_order(ranges, seed)
-    endless = (ReadPosition(name, pass_number, 0) for pass_number in count() for name in mine)
-    return lambda: next(endless)
 
 
 def windows(size: int, ranges: int, length: int, seed: int, number: int, pass_number: int) -> NDArray[np.int64]:

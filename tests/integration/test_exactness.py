@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ import pytest
 
 from archipelago.broker.codecs import CODECS
 from archipelago.broker.config import RunConfig, WireConfig
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.ranges import lease_all
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.models.registry import Params
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests.integration.virtual import CONFIG, PLAIN, TEXT, LateRun, bits, closed, work
@@ -34,7 +36,9 @@ def plain_training() -> Params:
     """Train with the inner steps alone, without an island or a merger."""
     made = work(PLAIN)
     state = made.begin(made.model.init())
-    batches = Batches(TEXT, PLAIN, lease_all(PLAIN.data.shards, PLAIN.seed))
+    order = range_order(PLAIN.data.shards, PLAIN.seed)
+    endless = (ReadPosition(name, pass_number, 0) for pass_number in count() for name in order)
+    batches = Batches(TEXT, PLAIN, lambda: next(endless))
     for step in range(STEPS):
         state, _ = made.steps(state, jnp.asarray(batches.next(1)), jnp.asarray(step, jnp.int32))
     return state.params
