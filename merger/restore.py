@@ -73,6 +73,7 @@ def load(
     rules: RoundMerge,
     store: CheckpointStore | None,
     between: Callable[[], object] = nothing,
+    require_lease: Callable[[], object] = nothing,
 ) -> Loaded:
     """Load the shard as its last commit left it, to the same bits. If it is damaged, restore it from a checkpoint.
 
@@ -81,6 +82,8 @@ def load(
         rules: How the run merges its rounds.
         store: Checkpoints to restore from.
         between: Called after each fragment and each round, because they may take long and the lease must be renewed.
+        require_lease: Raises FencedError if another merger serves now. What it writes while this one reads looks like
+            damage.
 
     Raises:
         ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`).
@@ -89,6 +92,7 @@ def load(
         return _from_redis(transport, rules, between, has_checkpoints=store is not None)
     except (WireError, ConfigError, DifferenceError) as error:
         damage = error.what
+    require_lease()
     log.warning("a part of the run is lost in Redis: %s", damage, extra={"code": "restore.lost"})
     image = _newest_image(store, rules.manifest)
     if image is None:

@@ -136,7 +136,8 @@ class Merger:
         self.busy.take()
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         checkpointer = self.retention.checkpointer
-        found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._renew)
+        store = checkpointer.store if checkpointer else None
+        found = load(self.transport, self.rules, store, self._renew, self._require_lease)
         if found.rewrite is not None:
             self.transport.merger.rewrite(self.epoch, found.rewrite)
             last = self.manifest.described(found.state.closed)
@@ -245,8 +246,12 @@ class Merger:
     def _renew(self) -> None:
         """Renew the lease if it is held and it is time."""
         if self._must_renew():
-            self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
-            self._renewed_at = self.clock()
+            self._require_lease()
+
+    def _require_lease(self) -> None:
+        """Renew the lease. Raises FencedError if another merger has taken it."""
+        self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
+        self._renewed_at = self.clock()
 
     def _note_presences(self, every: Sequence[Presence]) -> None:
         self.transport.merger.forget(self.epoch, every)

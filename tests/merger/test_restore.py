@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import RunConfig, WireConfig
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, FencedError
 from archipelago.broker.full_state import joined
 from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Resume, TapeEntry
@@ -215,6 +215,21 @@ def test_checkpoints_that_cannot_be_read_or_are_of_another_run_are_not_used() ->
         run.stored.outer.clear()
         with failing(ConfigError, "config.lost-state"):
             run.merger(store=store)
+
+
+def test_what_another_merger_writes_while_one_loads_is_no_damage() -> None:
+    """The first one was stopped between two reads, and loses its lease."""
+    run = MergerRun(quorum=2)
+
+    def take_over(name: str, *_: object) -> None:
+        if name == "merger_state" and run.stored.epoch[1] == "slow":
+            run.stored.lease = ("", float("-inf"))
+            run.play(run.merger("fast"), 1, 2)
+
+    slow = run.idle_merger("slow", transport=run.faulty(before=take_over))
+    assert slow.acquire()
+    with pytest.raises(FencedError):
+        slow.load()
 
 
 # -- replays -----------------------------------------------------------------------------------------------------------

@@ -461,7 +461,8 @@ class Simulation:
                 self.left_behind.append(process.jobs)  # A fenced merger, say, lets its thread end its work.
 
     def _end(self, process: Process) -> None:
-        self.processes.remove(process)
+        if process in self.processes:  # a job of its own may have ended it meanwhile
+            self.processes.remove(process)
         self.alive.discard(process.who)
 
     def _background(self) -> None:
