@@ -277,7 +277,7 @@ def _with_refusals(transport: MergerTransport, state: RunState) -> RunState:
     except ConfigError:
         stored = RunState()
     if stored.closed == state.closed:
-        return stored
+        state = stored
     books, known = transport.reader.books(), sum(state.refused.values())
     if books.refused > known:
         state.refused["lost"] = state.refused.get("lost", 0) + books.refused - known

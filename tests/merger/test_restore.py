@@ -217,6 +217,20 @@ def test_checkpoints_that_cannot_be_read_or_are_of_another_run_are_not_used() ->
             run.merger(store=store)
 
 
+def test_refusals_outlive_a_damaged_state() -> None:
+    """Those before the first round, too, when an empty state looks like that of the checkpoint."""
+    store = Shelf()
+    run, merger = served_run(CONFIG, store=store)
+    take_checkpoint(merger)
+    run.send("a", 1, values(1), steps=1, tokens=10**9)
+    merger.turn(0.0)
+    run.stored.state = "{"
+    run.merger(store=store)
+    run.send("a", 1, values(1), steps=1, tokens=10**9)
+    run.merger(store=store).turn(0.0)
+    assert run.transport.reader.books().refused == 2
+
+
 def test_what_another_merger_writes_while_one_loads_is_no_damage() -> None:
     """The first one was stopped between two reads, and loses its lease."""
     run = MergerRun(quorum=2)
