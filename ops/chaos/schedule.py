@@ -114,9 +114,9 @@ def poisson(
         rng = _generator(seed, target)
         applicable = [kind for kind in kinds if applies_to(kind, target)]
         now = rng.exponential(mean_seconds_between) if applicable else math.inf
-        while now < seconds:
+        while (at := round(now, 3)) < seconds:
             kind = applicable[int(rng.integers(len(applicable)))]
-            found.append(_fault(round(now, 3), kind, target, round(delays(rng), 3)))
+            found.append(_fault(at, kind, target, round(delays(rng), 3)))
             now = found[-1].until + rng.exponential(mean_seconds_between)
     return in_order(found)
 
