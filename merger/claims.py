@@ -3,9 +3,9 @@
 A contribution's header claims tokens, steps, a global step, a speed and a position in the data. None of them can be
 verified, so none of them widens a bound. A claim that contradicts itself is refused (`contradiction`). Tokens and steps
 beyond what the merger saw add no weight (`seen`). They are no reason to refuse or to warn, because an honest island
-trains on while no merger serves. The run's step and the positions of its text
-advance no further than an island can have come; the next contributions of honest islands advance them again. The tape
-records what was believed, so a replay merges the same.
+trains on while no merger serves. The run's step and the positions of its text advance no further than an island can
+have come; the next contributions of honest islands advance them again. The tape records what was believed, so a replay
+merges the same.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def counted_tokens(contribution: Contribution, config: RunConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenWork:
     """How much of the claimed work of a round the merger has seen.
 
     Attributes:
@@ -84,7 +84,7 @@ def seen(
     usual_batch: float,
     sync: SyncConfig,
     rounds: OwnRounds,
-) -> Seen:
+) -> SeenWork:
     """Return the work that weighs. The result depends on no order of the contributions.
 
     The fastest island's stride is the clock of the rounds. So an island does no more than an interval of steps on the
@@ -117,7 +117,7 @@ def seen(
         credit[c.island] = max(0, credit[c.island] - steps[i])
         largest[c.island] = max(c.tokens / c.steps, largest.get(c.island, 0.0))
     usual = min(upper_median(list(largest.values())) if largest else 0.0, usual_batch or math.inf)
-    return Seen(steps, [min(c.tokens / c.steps, usual) for c in contributions], credit)
+    return SeenWork(steps, [min(c.tokens / c.steps, usual) for c in contributions], credit)
 
 
 def usual_batch(accounts: Mapping[str, Account], closed: int) -> float:

@@ -30,7 +30,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, RoundMember
 from archipelago.broker.wire import Body, encoded, is_digest, unpack_encoded
 from archipelago.merger import claims, merge_rules, outer, weights
-from archipelago.merger.claims import Seen
+from archipelago.merger.claims import SeenWork
 from archipelago.merger.outer import OuterOptimizer, Round, publish
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Group, Spectra, groups
@@ -208,7 +208,7 @@ def merge_round(
     outer: OuterOptimizer,
     now: Round,
     path: Callable[[int], float],
-    seen: Seen,
+    seen: SeenWork,
     scores: Mapping[str, Score] | None = None,
     spectra: Spectra | None = None,
 ) -> MergedRound:
@@ -262,7 +262,7 @@ def merge_round(
     return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, seen.credit, difference)
 
 
-def _sent(addends: Sequence[Addend], version: int, path: Callable[[int], float], seen: Seen) -> list[Sent]:
+def _sent(addends: Sequence[Addend], version: int, path: Callable[[int], float], seen: SeenWork) -> list[Sent]:
     """Return what contributions are judged and weighed by."""
     both = zip(addends, seen.steps, seen.batches, strict=True)
     return [

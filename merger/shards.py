@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenMergers:
     """Who serves the run, as one process sees it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Seen:
         return own > most or (own > least and min(others, default=least) < least)
 
 
-def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float) -> Seen:
+def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float) -> SeenMergers:
     """Read who serves the run. A shard that cannot be reached counts neither as served nor as free.
 
     Args:
@@ -84,7 +84,7 @@ def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float
             serving[status.holder] = serving.get(status.holder, 0) + 1
         else:
             free.add(shard)
-    return Seen(serving, frozenset(free))
+    return SeenMergers(serving, frozenset(free))
 
 
 class Sharing:
@@ -99,7 +99,7 @@ class Sharing:
         self._mergers, self._clock = mergers, clock
         self._name, self._lease_seconds = mergers[0].holder, mergers[0].lease_seconds
         #: What `look` found; None before the first time, and after a shard was handed over.
-        self._seen: Seen | None = None
+        self._seen: SeenMergers | None = None
         self._free_since: dict[int, float] = {}
 
     def look(self) -> None:

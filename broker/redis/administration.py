@@ -162,7 +162,7 @@ class Deletion:
 
     def delete_users(self) -> list[str]:
         """Delete the Redis users of the run's members, and return their names. Call this before `delete`."""
-        membership = Membership(self._connection)
+        membership = MemberRecords(self._connection)
         users = [member.user for member in membership.all().by_name.values() if member.user]
         return [user for user in users if membership.remove_user(user)]
 
@@ -193,7 +193,7 @@ def _batches(connection: RedisConnection, prefix: str = "") -> Iterator[list[byt
         yield batch
 
 
-class Membership:
+class MemberRecords:
     """Reads the records of a run's members. With an administrator's connection, it also changes them."""
 
     def __init__(self, connection: RedisConnection) -> None:

@@ -14,7 +14,7 @@ from archipelago.broker.full_state import Compaction
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
-from archipelago.broker.redis.administration import KnownMembers, Membership, signing_of
+from archipelago.broker.redis.administration import KnownMembers, MemberRecords, signing_of
 from archipelago.broker.redis.chunks import ORPHAN_SECONDS, ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
 from archipelago.broker.redis.compactions import Compactions
@@ -90,7 +90,7 @@ class RedisTransport:
         self.run = run
         self.invitation = invitation
         self.connection = RedisConnection(at, run, where, is_invited=invitation is not None, shard=shard)
-        self.membership: Membership = Membership(self.connection) if home is None else home.membership
+        self.membership: MemberRecords = MemberRecords(self.connection) if home is None else home.membership
         self.members: KnownMembers = KnownMembers(run, self.membership.all) if home is None else home.members
         # What is signed in one shard proves nothing in another. A name cannot contain a colon.
         self.connection.signing = signing_of(invitation, f"{run}:s{shard}" if shard else run, self.members.key_of)

@@ -67,7 +67,7 @@ class Shard:
         return self.ended and self.position + self._read == 0
 
 
-class Reading:
+class RangeReading:
     """The passes that an island reads one after the other: leased ones, and private ones while none can be leased.
 
     Args:
@@ -124,7 +124,7 @@ class Supply(ABC):
         tokens: The tokens of all batches that `next` returned last.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: RangeReading) -> None:
         self.reading, self.tokens = reading, 0
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Batches(Supply):
     def __init__(
         self, train: Tokens, config: RunConfig, lease: Callable[[], ReadPosition | None], fallback: int = 0
     ) -> None:
-        super().__init__(Reading(lease, config.seed, fallback))
+        super().__init__(RangeReading(lease, config.seed, fallback))
         self._train, self._config = train, config
         self._starts = np.empty(0, np.int64)  # where the windows begin that are left of the current pass
         require_fit(train, config.data.sequence_length, config.data.shards)

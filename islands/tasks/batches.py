@@ -16,7 +16,7 @@ import numpy as np
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.ranges import RANGES_MAX, ReadPosition
-from archipelago.islands.data.batches import Reading, Shard, Supply
+from archipelago.islands.data.batches import RangeReading, Shard, Supply
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.tasks.task import NamedTask
 
@@ -61,7 +61,7 @@ class TaskRun:
         self._thread = threading.get_ident()
         self._is_sharded = False
         #: The shards that are read. The first one waits for an answer of the broker.
-        self.reading = Reading(lambda: self.lease(asks=self.reading.current is None), run_seed, seed)
+        self.reading = RangeReading(lambda: self.lease(asks=self.reading.current is None), run_seed, seed)
 
     def shards(self, count: int) -> Iterator[Shard]:
         """Yield shards of the data without an end, pass after pass. No other island reads a leased shard meanwhile.

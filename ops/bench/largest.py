@@ -129,7 +129,7 @@ def require_room(predicted: Predicted, available: int) -> None:
         )
 
 
-class Memory:
+class PeakMemory:
     """The memory of several processes.
 
     Attributes:
@@ -171,7 +171,7 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     forget_peak()
     with own_redis(append_only=False) as server:
         fleet, half = WireIslands(server.url, size, fragments, islands), fragments // 2
-        memory = Memory(islands=os.getpid(), Redis=server.pid)
+        memory = PeakMemory(islands=os.getpid(), Redis=server.pid)
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
         began = time.monotonic()
         with child(serve_merger, server.url, RUN) as merger:
@@ -237,7 +237,7 @@ def _part_rows(fleet: WireIslands, fragments: int, predicted: Predicted) -> list
     ]  # fmt: skip
 
 
-def _byte_rows(fleet: WireIslands, memory: Memory, predicted: Predicted) -> list[dict[str, Any]]:
+def _byte_rows(fleet: WireIslands, memory: PeakMemory, predicted: Predicted) -> list[dict[str, Any]]:
     need, channels = predicted.cycle, [island.link.channels for island in fleet.islands]
     up, down = sum(each.bytes_up for each in channels), sum(each.bytes_down for each in channels)
     merger = max(memory.peaks["first merger"], memory.peaks["second merger"])

@@ -59,7 +59,7 @@ def test_impossible_claims_contradict_themselves_and_cannot_fill_the_books() -> 
 # -- the work that weighs ----------------------------------------------------------------------------------------------
 
 
-def seen(*claims_: Contribution, accounts: Mapping[str, Account] | None = None, **changes: Any) -> claims.Seen:
+def seen(*claims_: Contribution, accounts: Mapping[str, Account] | None = None, **changes: Any) -> claims.SeenWork:
     """Return what weighs in round 8, before which the fragment has version 3."""
     values: dict[str, Any] = {
         "version": 3,

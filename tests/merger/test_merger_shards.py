@@ -18,7 +18,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.transport import create, of_shard
 from archipelago.merger.service import Merger
-from archipelago.merger.shards import Seen, Sharing, seen, serve_shards
+from archipelago.merger.shards import SeenMergers, Sharing, seen, serve_shards
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.conftest import Until
@@ -40,9 +40,9 @@ class Processes:
         self.holders: dict[int, str] = {}
         self.handed = 0
 
-    def seen(self) -> Seen:
+    def seen(self) -> SeenMergers:
         free = frozenset(range(self.shards)) - self.holders.keys()
-        return Seen(dict.fromkeys(self.names, 0) | Counter(self.holders.values()), free)
+        return SeenMergers(dict.fromkeys(self.names, 0) | Counter(self.holders.values()), free)
 
     def turn(self, name: str) -> bool:
         """Let one process act, and return whether it did."""
@@ -212,8 +212,8 @@ def test_a_shard_that_nobody_takes_is_taken_in_the_end(home: RedisTransport) -> 
     clock.now = 11.0
     assert sharing.may_take(1)
     sharing.look()
-    assert seen(shards, "me", 5.0) == Seen({"me": 1, "other": 0}, frozenset({1}))
-    assert seen(shards, "me", 0.0) == Seen({"me": 1}, frozenset({1})), "silent standbys do not count"
+    assert seen(shards, "me", 5.0) == SeenMergers({"me": 1, "other": 0}, frozenset({1}))
+    assert seen(shards, "me", 0.0) == SeenMergers({"me": 1}, frozenset({1})), "silent standbys do not count"
     assert mergers[1].acquire()
     sharing.look()
     assert sharing.is_to_hand_over(1)

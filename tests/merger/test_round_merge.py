@@ -14,7 +14,7 @@ from archipelago.broker.config import MergeConfig, OuterConfig, WireConfig
 from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
-from archipelago.merger.claims import Seen
+from archipelago.merger.claims import SeenWork
 from archipelago.merger.committing import mean_loss
 from archipelago.merger.merge_rules import norms
 from archipelago.merger.round_merge import Addend, MergedRound, merge_round, new_state
@@ -59,7 +59,7 @@ def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any)
         "outer": SGD,
         "now": outer.Round(),
         "path": lambda steps: 1.0,
-        "seen": Seen([c.steps for c, _ in parts], [c.tokens / c.steps for c, _ in parts], {}),
+        "seen": SeenWork([c.steps for c, _ in parts], [c.tokens / c.steps for c, _ in parts], {}),
     } | changes
     bodies = [encoded(part.delta_N, "float32") for part in parts]
     addends = [

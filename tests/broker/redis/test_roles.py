@@ -10,7 +10,7 @@ import redis
 
 from archipelago.broker.invitation import ROLES, Role
 from archipelago.broker.redis import roles
-from archipelago.broker.redis.administration import Membership
+from archipelago.broker.redis.administration import MemberRecords
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
@@ -90,7 +90,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def version(place: Place) -> tuple[int, ...]:
     transport = connect(place.server.url, "demo")
     try:
-        return Membership(transport.connection).version()
+        return MemberRecords(transport.connection).version()
     finally:
         transport.close()
 
