@@ -292,7 +292,7 @@ class RunConfig:
     wire: WireConfig = field(default_factory=WireConfig)
 
     @property
-    def has_own_loops(self) -> bool:
+    def has_user_loops(self) -> bool:
         """Whether the islands train a model of their users: by their scripts, or as a task."""
         return self.model.size == OWN_MODEL
 

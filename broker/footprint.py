@@ -24,7 +24,7 @@ MERGER_BASE: Final = 350_000_000
 ISLAND_PER_PARAMETER: Final = 54
 #: Bytes per parameter that a user's own training script needs more as an island: references, the published parameters,
 #: and arrivals, in float32.
-OWN_LOOP_PER_PARAMETER: Final = 16
+USER_LOOP_PER_PARAMETER: Final = 16
 #: Bytes per parameter of the sum of gradients, where an island accumulates them (`inner.micro_batches`).
 SUM_PER_PARAMETER: Final = 4
 #: Bytes per element of the largest fragment that a merger takes for one round: contributions, sums, the new state and
@@ -66,7 +66,7 @@ def footprint(manifest: Manifest) -> Footprint:
     parameters, largest = manifest.parameters, max(manifest.sizes, default=0)
     island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + _of_batches(manifest)
     return Footprint(
-        island=OWN_LOOP_PER_PARAMETER * parameters if manifest.config.has_own_loops else island,
+        island=USER_LOOP_PER_PARAMETER * parameters if manifest.config.has_user_loops else island,
         merger=sum(merger_parts(manifest.config, parameters, largest).values()),
         redis=sum(redis_parts(manifest.config, parameters, largest).values()),
     )

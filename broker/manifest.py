@@ -214,7 +214,7 @@ class Manifest:
                 "`up` and `island` take the file of the task (--task FILE.py:NAME).",
                 code="model.own",
             )
-        if self.config.has_own_loops:
+        if self.config.has_user_loops:
             raise ConfigError(
                 f"{what} is not possible for the run {self.run!r}: its islands are training scripts of its users, and "
                 "it knows the tensors of their model, but not how to compute it",

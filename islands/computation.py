@@ -17,10 +17,10 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Handover
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds, require_sound
 from archipelago.islands.models.interface import Params
-from archipelago.islands.own_loop.parameters import decode_state, is_finite, state_digest
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.user_loop.parameters import decode_state, is_finite, state_digest
 
 
 class Computation:

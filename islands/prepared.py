@@ -18,7 +18,6 @@ from archipelago.islands.computation import Computation
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions, own_placement
-from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -27,6 +26,7 @@ from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.team.hosts import HostLeader
+from archipelago.islands.user_loop.tensors import require_same_tensors
 from archipelago.islands.worker import Island
 
 #: The name of the island that `rehearse` builds. Its link never starts.

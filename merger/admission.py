@@ -79,7 +79,7 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason(*found)
     if c.codec not in (config.wire.up, config.wire.thin):
         return Reason("codec", f"this run does not use codec {c.codec[:32]!r}")
-    if fault := _fault_of_positions(c.data, RANGES_MAX if config.has_own_loops else config.data.shards):
+    if fault := _fault_of_positions(c.data, RANGES_MAX if config.has_user_loops else config.data.shards):
         return Reason("data", fault)
     staleness = version - c.base
     if staleness > config.sync.staleness_cap:

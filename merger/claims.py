@@ -49,7 +49,7 @@ def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, s
 
 def tokens_per_step_max(config: RunConfig) -> int:
     """Return the most tokens that an inner step can have."""
-    return OWN_TOKENS_PER_STEP_MAX if config.has_own_loops else config.tokens_per_step * BATCH_FACTOR_MAX
+    return OWN_TOKENS_PER_STEP_MAX if config.has_user_loops else config.tokens_per_step * BATCH_FACTOR_MAX
 
 
 def counted_tokens(contribution: Contribution, config: RunConfig) -> int:
@@ -228,7 +228,7 @@ def believed_data(
     """
     data, tokens = config.data, steps * contribution.tokens / contribution.steps * DATA_SLACK
     # The positions of a task count batches, of which each step reads one.
-    sequences = steps * DATA_SLACK if config.has_own_loops else tokens / data.sequence_length
+    sequences = steps * DATA_SLACK if config.has_user_loops else tokens / data.sequence_length
     reach = math.ceil(sequences) + config.sync.interval * data.batch_size
     believed: list[ReadPosition] = []
     moved: dict[str, tuple[int, int]] = {}

@@ -177,7 +177,7 @@ def path(config: RunConfig, steps: int, run_step: float) -> float:
     It is the number of steps times the learning rate in their middle. For users' own loops, it is the number of steps.
     """
     inner, steps = config.inner, min(max(1, steps), INTERVALS_MOST * config.sync.interval)
-    if config.has_own_loops:  # the run does not know their learning rates
+    if config.has_user_loops:  # the run does not know their learning rates
         return float(steps)
     return steps * max(inner.rate_at(max(0.0, run_step - steps / 2)), RATE_LEAST * inner.peak)
 

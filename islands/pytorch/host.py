@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from archipelago.islands.own_loop.tensors import frozen_changed
 from archipelago.islands.pytorch.pieces import own_piece
 from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host
+from archipelago.islands.user_loop.tensors import frozen_changed
 
 #: A tensor of PyTorch.
 Tensor = Any

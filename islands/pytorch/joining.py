@@ -16,15 +16,15 @@ from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import Names
-from archipelago.islands.own_loop.new_run import create_run, settings
-from archipelago.islands.own_loop.session import Session
-from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
 from archipelago.islands.pytorch.host import HostCopy, torch_host
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.pieces import mesh_of
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.sync.participant import Host
+from archipelago.islands.user_loop.new_run import create_run, settings
+from archipelago.islands.user_loop.session import Session
+from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
 
 if TYPE_CHECKING:
     from archipelago.islands.pytorch.parallel import Follower

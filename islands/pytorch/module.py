@@ -12,15 +12,15 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.llama import Names, misnamed, place_of
-from archipelago.islands.own_loop.tensors import (
+from archipelago.islands.pytorch.host import FrozenTensors
+from archipelago.islands.pytorch.pieces import TensorPieces, mesh_of, own_piece, put_back
+from archipelago.islands.user_loop.tensors import (
     KindOf,
     Trained,
     frozen_changed,
     nothing_trained,
     trained_by,
 )
-from archipelago.islands.pytorch.host import FrozenTensors
-from archipelago.islands.pytorch.pieces import TensorPieces, mesh_of, own_piece, put_back
 
 MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

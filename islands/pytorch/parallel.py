@@ -25,7 +25,6 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.own_loop.new_run import FirstValues, Frozen
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.joining import Joining, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
@@ -33,6 +32,7 @@ from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica, Tel
 from archipelago.islands.pytorch.team import ProcessTeam, ranks_of
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.team.protocol import Said, Work, leader_left
+from archipelago.islands.user_loop.new_run import FirstValues, Frozen
 
 log = logging.getLogger(__name__)
 

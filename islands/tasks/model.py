@@ -14,9 +14,9 @@ import optax
 
 from archipelago.islands.inner import Descent, InnerState, gradient
 from archipelago.islands.models.interface import Params
-from archipelago.islands.own_loop.tensors import kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.tasks.task import NamedTask
+from archipelago.islands.user_loop.tensors import kinds_by
+from archipelago.islands.user_loop.tree import TreeLayout
 
 
 class TaskModel:

@@ -22,10 +22,10 @@ from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.inner import require_divisible
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build, learning_rate
-from archipelago.islands.own_loop.new_run import first_snapshots as own_loop_snapshots
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
+from archipelago.islands.user_loop.new_run import first_snapshots as user_loop_snapshots
 
 
 @dataclass(frozen=True)
@@ -140,4 +140,4 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
 def first_snapshots(manifest: Manifest, params: Params | None = None) -> Sequence[tuple[Snapshot, bytes]]:
     """Return version 0 of every fragment with its payload, from `params` or initialised from the run's seed."""
     values = params if params is not None else build(manifest.config.model).init(manifest.config.seed)
-    return own_loop_snapshots(manifest, lambda name: np.asarray(values[name], np.float32).reshape(-1))
+    return user_loop_snapshots(manifest, lambda name: np.asarray(values[name], np.float32).reshape(-1))

@@ -19,7 +19,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
 from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest
 from archipelago.broker.redis.keys import checked_name
-from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf
+from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf
 
 if TYPE_CHECKING:
     from archipelago.islands.data.batches import Supply

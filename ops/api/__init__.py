@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         WireError,
     )
     from archipelago.broker.redis.transport import connect
-    from archipelago.islands.own_loop.joining import JoinedRun, create, join
     from archipelago.islands.tasks.task import Task
+    from archipelago.islands.user_loop.joining import JoinedRun, create, join
 
     __version__: str
 
@@ -43,7 +43,7 @@ _HOMES = {
     "ConfigError": _ERRORS,
     "DataError": _ERRORS,
     "DivergedError": _ERRORS,
-    "JoinedRun": "archipelago.islands.own_loop.joining",
+    "JoinedRun": "archipelago.islands.user_loop.joining",
     "MergeConfig": _CONFIG,
     "OuterConfig": _CONFIG,
     "RunConfig": _CONFIG,
@@ -53,8 +53,8 @@ _HOMES = {
     "WireConfig": _CONFIG,
     "WireError": _ERRORS,
     "connect": "archipelago.broker.redis.transport",
-    "create": "archipelago.islands.own_loop.joining",
-    "join": "archipelago.islands.own_loop.joining",
+    "create": "archipelago.islands.user_loop.joining",
+    "join": "archipelago.islands.user_loop.joining",
 }
 
 __all__ = [

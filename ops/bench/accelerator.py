@@ -43,7 +43,7 @@ from archipelago.ops.bench.accelerator_processes import (
     create_run,
     say_backend,
     sync_and_not,
-    sync_own_loop,
+    sync_user_loop,
     train_only,
 )
 from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
@@ -129,7 +129,7 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             rows += step_rows(own, backend, found, alone)
         if "loop" in parts:
             say(f"{_what(own)}: calls of `sync` in a loop of its own")
-            with own_redis() as server, child(sync_own_loop, server.url, own) as looping:
+            with own_redis() as server, child(sync_user_loop, server.url, own) as looping:
                 times: LoopFound = looping.receive()
             models[size]["loop_seconds"] = times._asdict()
             rows += loop_rows(size, times)

@@ -294,7 +294,7 @@ class LoopFound(NamedTuple):
     adopt: list[float]
 
 
-def sync_own_loop(pipe: Connection, url: str, config: RunConfig) -> None:
+def sync_user_loop(pipe: Connection, url: str, config: RunConfig) -> None:
     """Join a run as a user's script does, call `sync` after its training steps, and send a `LoopFound`.
 
     No merger serves, and no round is due before the measurement ends: nothing happens in a call. Then one fragment,
@@ -305,7 +305,7 @@ def sync_own_loop(pipe: Connection, url: str, config: RunConfig) -> None:
 
     from archipelago.islands.inner import begin, compile_steps
     from archipelago.islands.models.registry import build
-    from archipelago.islands.own_loop.joining import create, join
+    from archipelago.islands.user_loop.joining import create, join
 
     model, found = build(config.model), LoopFound([], [], [], [])
     params, steps = model.init(config.seed), compile_steps(model, config.inner)

@@ -110,7 +110,7 @@ def settings(manifest: Manifest) -> dict[str, str]:
     """Return the run's settings as words, by name: its config, its corpus and the versions that created it."""
     words = {name: setting_text(value) for name, value in flat(manifest.config).items()}
     corpus = manifest.corpus
-    if manifest.config.has_own_loops:  # only the length of the run says anything about its users' scripts
+    if manifest.config.has_user_loops:  # only the length of the run says anything about its users' scripts
         unknown = ("model.", "data.", "inner.")
         words = {name: text for name, text in words.items() if name == STEPS or not name.startswith(unknown)}
         words["model"] = f"that of the task {manifest.task!r}" if manifest.task else "that of its users' scripts"

@@ -98,7 +98,7 @@ def next_steps(url: str, manifest: Manifest, task: str | None = None) -> list[st
     run, is_invited = manifest.run, invitations.is_join_file(url)
     flag = f" --task {shlex.quote(task or 'FILE.py:NAME')}" if manifest.task else ""
     island = f"archipelago island {'FILE' if is_invited else f'--run {run}'}{flag}"
-    if manifest.config.has_own_loops and not manifest.task:
+    if manifest.config.has_user_loops and not manifest.task:
         island = "your training script"
     if is_invited:
         return [
@@ -283,8 +283,8 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
 
 def require_same(found: Manifest, config: RunConfig, task: str | None = None) -> None:
     """Raise MismatchError, with a remedy for the user who starts a run, unless it has this config and this task."""
-    from archipelago.islands.own_loop.tensors import require_same_tensors
     from archipelago.islands.tasks.task import task_of
+    from archipelago.islands.user_loop.tensors import require_same_tensors
 
     task_of(task, found, "Starting islands of ours")
     work = workload_of(config, task)

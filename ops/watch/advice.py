@@ -78,7 +78,7 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
 def _run_problems(view: RunView) -> Iterator[Problem]:
     status, command = view.merger, f"--run {view.run}"
     another = f"Start one with `archipelago island URL {command}`"
-    if view.config.has_own_loops:
+    if view.config.has_user_loops:
         another = f"{another[:-1]} --task FILE.py:NAME`" if view.task else "Start one of its training scripts"
     if not view.live:
         had, log = view.known or view.rounds, "The log of the last island says why it ended."

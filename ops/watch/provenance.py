@@ -95,7 +95,7 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
             f"# The islands of this run trained the task {manifest.task!r}. Start it again from its file:\n"
             f"# archipelago up --run {shlex.quote(f'{manifest.run}-again')} --task FILE.py:NAME, with its settings.\n"
         )
-    if manifest.config.has_own_loops:
+    if manifest.config.has_user_loops:
         return (
             "# The islands of this run were training scripts of its users: start them again, with another name for\n"
             "# the run. Its settings are those of `archipelago.create`.\n"

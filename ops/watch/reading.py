@@ -137,7 +137,7 @@ def summarise(
         evaluated_by=newest.by if newest else "",
         frozen_parameters=manifest.frozen_parameters,
         task=manifest.task,
-        passes=math.nan if manifest.config.has_own_loops else read / manifest.config.data.shards,
+        passes=math.nan if manifest.config.has_user_loops else read / manifest.config.data.shards,
         books=books,
         pending=pending.contributions,
         pending_tokens=pending.tokens,

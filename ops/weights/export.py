@@ -73,7 +73,7 @@ def _uses(found: RunParameters, out: Path, kind: str) -> Iterator[str]:
             f"only the trained tensors are in it; {found.manifest.frozen_parameters:,} frozen parameters are those of "
             "the base model, which the run does not have"
         )
-    if found.manifest.config.has_own_loops:
+    if found.manifest.config.has_user_loops:
         yield f"in a script:  safetensors.numpy.load_file('{out / WEIGHTS_FILE}') has the tensors by name"
         return
     if kind == "llama":
@@ -110,7 +110,7 @@ def write(found: RunParameters, out: Path, dtype: str) -> str:
         ConfigError: The disk does not take it (`file.disk-full`).
         OSError: The folder cannot be written.
     """
-    tokenizer = None if found.manifest.config.has_own_loops else tokenizer_of(found.manifest)
+    tokenizer = None if found.manifest.config.has_user_loops else tokenizer_of(found.manifest)
     config = config_of(found, dtype)
     with staged_folder(out) as stage:
         _write_json(stage / CONFIG_FILE, config)
@@ -131,7 +131,7 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
     model, positions = manifest.config.model, manifest.config.data.sequence_length
     origin = {"size": model.size, "run": manifest.run, "round": found.round, "step": found.step,
               "config_digest": manifest.config.digest()}  # fmt: skip
-    if manifest.config.has_own_loops:  # only its scripts know its data
+    if manifest.config.has_user_loops:  # only its scripts know its data
         return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
     origin |= {"vocabulary": model.vocabulary, "sequence_length": positions, "corpus": manifest.corpus.name,
                "corpus_digest": manifest.corpus.digest}  # fmt: skip

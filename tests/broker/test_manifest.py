@@ -221,13 +221,13 @@ def test_a_mismatch_of_trees_or_corpora_names_both_values() -> None:
         assert error.worker_value == f"{corpus.digest} ({corpus.bytes:,} bytes)"
 
 
-def test_a_run_of_own_loops_is_stored_and_says_what_is_impossible() -> None:
+def test_a_run_of_user_loops_is_stored_and_says_what_is_impossible() -> None:
     ours = samples.manifest()
     config = replace(ours.config, model=ModelConfig(size=OWN_MODEL))
     own = replace(ours, config=config, corpus=NO_CORPUS)
     assert Manifest.from_fields(own.to_fields()) == own
-    assert own.config.has_own_loops
-    assert not ours.config.has_own_loops
+    assert own.config.has_user_loops
+    assert not ours.config.has_user_loops
     ours.require_own_code("Anything")
     with failing(ConfigError, "model.own"):
         own.require_own_code("Generating text")

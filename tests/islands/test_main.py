@@ -64,7 +64,7 @@ def test_a_start_loads_no_optional_library() -> None:
     assert found.stdout.split() == []
 
 
-def test_our_worker_refuses_a_run_of_own_loops(url: str, transport: RedisTransport, tmp_path: Path) -> None:
+def test_our_worker_refuses_a_run_of_user_loops(url: str, transport: RedisTransport, tmp_path: Path) -> None:
     ours = samples.manifest("demo")
     own = replace(ours, config=replace(ours.config, model=ModelConfig(size=OWN_MODEL)), corpus=NO_CORPUS)
     transport.create(own, samples.first_snapshots(own))

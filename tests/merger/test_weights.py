@@ -182,7 +182,7 @@ def test_a_path_is_steps_times_the_learning_rate_in_their_middle() -> None:
     assert path(CLIPPED, 1 << 40, 500) == path(CLIPPED, INTERVALS_MOST * 24, 500), "whatever the island claims"
 
 
-def test_the_path_of_a_users_own_loop_is_its_steps() -> None:
+def test_the_path_of_a_users_user_loop_is_its_steps() -> None:
     own = replace(CLIPPED, model=ModelConfig(size=OWN_MODEL))
     assert path(own, 24, 10) == path(own, 24, 5000) == 24.0
     assert path(own, 0, 0) == 1.0

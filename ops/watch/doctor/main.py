@@ -227,7 +227,7 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     ]
     if manifest is None:
         return found
-    if not manifest.config.has_own_loops:  # users' loops bring their own data
+    if not manifest.config.has_user_loops:  # users' loops bring their own data
         found.append(doctor_site.corpus(manifest.corpus))
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
     step_seconds = statistics.median(steps) if steps else math.nan

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tests.islands.own_loop.any_framework import Values
-from tests.islands.own_loop.own_runs import OwnRun, trained
+from tests.islands.user_loop.any_framework import Values
+from tests.islands.user_loop.own_runs import OwnRun, trained
 
 SPECS: dict[str, tuple[Any, ...]] = {
     "whole": (), "rows": ("a",), "both": ("a", "b"), "columns": (None, ("a", "b")), "odd": (),

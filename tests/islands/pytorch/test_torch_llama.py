@@ -18,7 +18,7 @@ from archipelago.islands.models.llama import DENSE
 from archipelago.islands.models.registry import build
 from tests import pytorch
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import CONFIG, merged_by, served
+from tests.islands.user_loop.any_framework import CONFIG, merged_by, served
 
 torch = pytorch.required()
 transformers = pytorch.required("transformers")

@@ -1,4 +1,4 @@
-"""What loops in PyTorch add to those of `own_loop/test_loop.py`: modules that are trained in place."""
+"""What loops in PyTorch add to those of `user_loop/test_loop.py`: modules that are trained in place."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import start_server
 from tests import pytorch
 from tests.conftest import Until
-from tests.islands.own_loop.any_framework import served
+from tests.islands.user_loop.any_framework import served
 
 pytorch.required()
 

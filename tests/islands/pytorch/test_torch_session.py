@@ -1,4 +1,4 @@
-"""What sessions in PyTorch add to those of `own_loop/test_session.py`: modules, and the state of their optimisers."""
+"""What sessions in PyTorch add to those of `user_loop/test_session.py`: modules, and the state of their optimisers."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import pytest
 import archipelago
 from archipelago import SyncConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.own_loop.tree import TreeLayout
+from archipelago.islands.user_loop.tree import TreeLayout
 from tests import pytorch
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import served
+from tests.islands.user_loop.any_framework import served
 
 torch = pytorch.required()
 

@@ -9,9 +9,9 @@ import numpy as np
 
 import archipelago
 from archipelago.broker.config import RunConfig
-from archipelago.islands.own_loop.tensors import kinds_by
+from archipelago.islands.user_loop.tensors import kinds_by
 from tests import pytorch
-from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland, LoopRun, Script, Values
+from tests.islands.user_loop.any_framework import CONFIG, STEP, Framework, LoopIsland, LoopRun, Script, Values
 
 torch = pytorch.required()
 

@@ -24,9 +24,9 @@ from archipelago.broker.messages import Handover
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import begin, moment_bounds, require_sound
 from archipelago.islands.models.registry import Params
-from archipelago.islands.own_loop.parameters import decode_state, state_copies, state_digest
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.recovery import Newcomer, StateForPeer, encode
+from archipelago.islands.user_loop.parameters import decode_state, state_copies, state_digest
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing

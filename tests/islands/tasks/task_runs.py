@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.task import Task, TaskFile
 from archipelago.islands.tasks.workload import Workload, task_config
+from archipelago.islands.user_loop.tensors import require_same_tensors
 from archipelago.islands.worker import Island
 from tests.harness.played import PlayedRun
 

@@ -34,8 +34,8 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create, require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.broker.wire import digest, pack
-from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.watch import require_no_islands
+from archipelago.islands.user_loop.tensors import require_same_tensors
 
 log = logging.getLogger(__name__)
 #: From the name of a tensor to its first values, as one float32 vector in the memory of the host.

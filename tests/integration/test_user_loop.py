@@ -17,7 +17,7 @@ from archipelago.ops.weights.parameters import from_redis
 from tests import pytorch
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes
-from tests.islands.own_loop.any_framework import served
+from tests.islands.user_loop.any_framework import served
 from tests.servers import empty_database
 
 ROOT = Path(__file__).parents[2]

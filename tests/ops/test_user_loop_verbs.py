@@ -16,7 +16,7 @@ from archipelago import join
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.footprint import footprint, redis_parts
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.own_loop.tree import TreeLayout
+from archipelago.islands.user_loop.tree import TreeLayout
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.dashboard import page_data
 from archipelago.ops.experiments.replay import ReplayOptions
@@ -36,9 +36,9 @@ from archipelago.ops.weights.generate import GenerateOptions
 from archipelago.ops.weights.generate import main as generate
 from tests.failing import failing
 from tests.harness.merger_run import finish
-from tests.islands.own_loop.any_framework import CONFIG
-from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained, tree
-from tests.islands.own_loop.own_runs import trained as every_leaf_trained
+from tests.islands.user_loop.any_framework import CONFIG
+from tests.islands.user_loop.own_runs import OwnRun, only_kernels_trained, tree
+from tests.islands.user_loop.own_runs import trained as every_leaf_trained
 
 
 class Served:

@@ -10,13 +10,13 @@ from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, Syn
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.islands.own_loop.new_run import create_run, settings
-from archipelago.islands.own_loop.parameters import LoopState, TreeParameters
-from archipelago.islands.own_loop.session import Session
-from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout, host_vector, require_values
 from archipelago.islands.sync.participant import Host
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.user_loop.new_run import create_run, settings
+from archipelago.islands.user_loop.parameters import LoopState, TreeParameters
+from archipelago.islands.user_loop.session import Session
+from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, kinds_by
+from archipelago.islands.user_loop.tree import TreeLayout, host_vector, require_values
 from archipelago.islands.worker import jax_host
 
 

@@ -12,9 +12,9 @@ import pytest
 from archipelago import SyncConfig, create, join
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.own_loop.tree import FrozenLeaves
+from archipelago.islands.user_loop.tree import FrozenLeaves
 from tests.failing import failing
-from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained
+from tests.islands.user_loop.own_runs import OwnRun, only_kernels_trained
 
 SYNC = SyncConfig(interval=4, fragments=2, quorum=1, grace=0.0)
 

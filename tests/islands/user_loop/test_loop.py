@@ -21,9 +21,9 @@ from archipelago.islands.sync.adoption import is_sound
 from archipelago.islands.sync.arrays import at_home
 from archipelago.islands.sync.heartbeat import STALL_SECONDS
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland
-from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, trained, tree
 from tests.islands.sync.connection.link_run import draft
+from tests.islands.user_loop.any_framework import CONFIG, STEP, Framework, LoopIsland
+from tests.islands.user_loop.own_runs import OwnIsland, OwnRun, trained, tree
 
 
 def test_one_island_moves_the_run_by_its_own_steps(framework: Framework) -> None:

@@ -16,10 +16,10 @@ from archipelago import create, join
 from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.parameters import LoopState
-from archipelago.islands.own_loop.tensors import EMBEDDINGS, kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync import recovery
+from archipelago.islands.user_loop.parameters import LoopState
+from archipelago.islands.user_loop.tensors import EMBEDDINGS, kinds_by
+from archipelago.islands.user_loop.tree import TreeLayout
 from tests.failing import failing
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
-from archipelago.islands.own_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
+from archipelago.islands.user_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
 
 MERGED_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 #: Longer names are refused, because every worker keeps all names.

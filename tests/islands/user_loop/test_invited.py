@@ -16,7 +16,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.invite import InviteOptions
 from tests.conftest import Until
 from tests.failing import failing
-from tests.islands.own_loop.own_runs import trained, tree
+from tests.islands.user_loop.own_runs import trained, tree
 
 
 @pytest.mark.full

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.tree import FrozenLeaves, TreeLayout, name_of, require_values
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy, put_like
+from archipelago.islands.user_loop.tree import FrozenLeaves, TreeLayout, name_of, require_values
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 
 from archipelago import SyncConfig
 from archipelago.islands.sync.connection import link
-from tests.islands.own_loop.any_framework import Framework
-from tests.islands.own_loop.own_runs import JAX
+from tests.islands.user_loop.any_framework import Framework
+from tests.islands.user_loop.own_runs import JAX
 
 SYNC = SyncConfig(interval=4, fragments=2)
 

@@ -25,9 +25,9 @@ from archipelago.islands.sync import participant
 from archipelago.islands.sync.arguments import CALL_STEPS_MAX
 from tests.conftest import Until
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import Framework, served
-from tests.islands.own_loop.conftest import SYNC
-from tests.islands.own_loop.own_runs import trained, tree
+from tests.islands.user_loop.any_framework import Framework, served
+from tests.islands.user_loop.conftest import SYNC
+from tests.islands.user_loop.own_runs import trained, tree
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 import archipelago
 from archipelago.broker.config import RunConfig
-from archipelago.islands.own_loop.joining import JoinedRun
-from archipelago.islands.own_loop.parameters import TreeParameters
-from archipelago.islands.own_loop.tensors import kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.user_loop.joining import JoinedRun
+from archipelago.islands.user_loop.parameters import TreeParameters
+from archipelago.islands.user_loop.tensors import kinds_by
+from archipelago.islands.user_loop.tree import TreeLayout
 from archipelago.merger.storage import MergerFolder
 from tests.harness.played import Connect
-from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland, LoopRun, Script, Values
+from tests.islands.user_loop.any_framework import CONFIG, STEP, Framework, LoopIsland, LoopRun, Script, Values
 
 
 def tree(dtype: Any = jnp.float32, more: float = 0.0) -> dict[str, Any]:

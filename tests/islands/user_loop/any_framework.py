@@ -32,11 +32,11 @@ from archipelago.broker.config import (
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.own_loop.new_run import first_snapshots
-from archipelago.islands.own_loop.session import Session
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.heartbeat import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host, Participant
+from archipelago.islands.user_loop.new_run import first_snapshots
+from archipelago.islands.user_loop.session import Session
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
