@@ -14,9 +14,9 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.full_state import Compaction, FullState
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
-    Books,
     Call,
     Contribution,
+    Counters,
     Evaluation,
     Marker,
     Refusal,
@@ -164,7 +164,7 @@ class Image:
         number: The number of the checkpoint.
         fragments: The full state of each fragment at its newest version.
         state: The merger's other state, as JSON.
-        books: The run's counters.
+        counters: The run's counters.
         cursors: The resume position of each started range of text.
         tape: The newest rounds, for display only.
         evaluations: All evaluations.
@@ -175,7 +175,7 @@ class Image:
     number: int
     fragments: Sequence[FullState]
     state: str
-    books: Books
+    counters: Counters
     cursors: Mapping[str, tuple[int, int]]
     tape: Sequence[TapeEntry]
     evaluations: Sequence[Evaluation]

@@ -321,7 +321,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Books:
+class Counters:
     """The run's counters. In contributions and in tokens, published = merged + refused + pending."""
 
     published: Count = 0

@@ -24,8 +24,8 @@ from archipelago.broker.commits import Image, MergerClient
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     REFUSED,
-    Books,
     Contribution,
+    Counters,
     Evaluation,
     Event,
     Handover,
@@ -168,7 +168,7 @@ class ReaderClient(Protocol):
         """Return the records that this connection could not read and skipped, each with the reason."""
         ...
 
-    def books(self) -> Books:
+    def counters(self) -> Counters:
         """Return the run's counters. One that cannot be read is 0."""
         ...
 
@@ -355,7 +355,7 @@ class Transport(IslandTransport, MergerTransport, Protocol):
     def restore(self, image: Image) -> None:
         """Create the run from a checkpoint, in one transaction. Raises RunExistsError.
 
-        Contributions that were pending are published again, and the books balance.
+        Contributions that were pending are published again, and the counters balance.
         """
         ...
 

@@ -258,8 +258,8 @@ class Evaluator:
     def _evaluate(self, found: tuple[Params, int, int], stopped: Callable[[], bool]) -> Evaluation | None:
         """Evaluate parameters of a round and step, and record the result. Return None if it was cut short."""
         params, number, step = found
-        # An evaluation takes a while, and rounds close meanwhile. The books go on when an island is killed or returns.
-        tokens = self._transport.reader.books().merged_tokens // len(self._manifest.fragments) if number else 0
+        # An evaluation takes a while, and rounds close meanwhile. Counters go on when an island is killed.
+        tokens = self._transport.reader.counters().merged_tokens // len(self._manifest.fragments) if number else 0
         measured = self._measure(params, stopped)
         return self._record(measured, number, step, tokens) if measured else None
 

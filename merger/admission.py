@@ -21,7 +21,7 @@ from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
 from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
-from archipelago.merger.beside import Spawn, at_once, awaited
+from archipelago.merger.executor import Spawn, at_once, awaited
 from archipelago.merger.round_merge import Addend, RoundMerge
 from archipelago.merger.state import INCARNATIONS_MAX, REMEMBERED_MAX, RunState
 from archipelago.merger.steering import EXPELLED
@@ -134,7 +134,7 @@ class Inbox:
         transport: The connection to the run.
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
-        beside: Downloads and checks the next contributions.
+        downloads: Downloads and checks the next contributions.
         between: Called between two contributions, and while a download is awaited: they may take longer than a lease.
     """
 
@@ -143,7 +143,7 @@ class Inbox:
         transport: MergerTransport,
         rules: RoundMerge,
         is_expelled: Callable[[str], bool],
-        beside: Spawn = at_once,
+        downloads: Spawn = at_once,
         between: Callable[[], object] = nothing,
     ) -> None:
         self.transport, self.rules = transport, rules
@@ -152,7 +152,7 @@ class Inbox:
         #: How many contributions this process has refused, by code.
         self.codes: Counter[str] = Counter()
         self._is_expelled, self._range_sequences = is_expelled, claims.range_sequences(rules.manifest)
-        self._beside, self._between = beside, between
+        self._downloads, self._between = downloads, between
         self._waiting: dict[int, Waiting] = {}  # by fragment
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
@@ -253,7 +253,7 @@ class Inbox:
         before: list[tuple[Delivery, Opening | None]] = []
         for delivery in deliveries:
             is_wanted = delivery.entry not in self._entries and self._reason(delivery, state) is None
-            before.append((delivery, self._beside(partial(self._open, delivery)) if is_wanted else None))
+            before.append((delivery, self._downloads(partial(self._open, delivery)) if is_wanted else None))
             if len(before) > AHEAD:
                 yield before.pop(0)
         yield from before

@@ -29,7 +29,7 @@ from archipelago.broker.failpoints import failpoint
 from archipelago.broker.files import FILE_FAULTS, in_words, remedy
 from archipelago.broker.full_state import PARAMETERS, FullState, octets
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Books, Contribution, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
+from archipelago.broker.messages import Contribution, Counters, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.wire import digest
 
 FORMAT = 2
@@ -222,7 +222,7 @@ def _metadata_of(image: Image, items: Items) -> Fields:
         "snapshots": [to_fields(full.snapshot) for full in image.fragments],
         "has_outer": [bool(full.own) for full in image.fragments],
         "state": image.state,
-        "books": to_fields(image.books),
+        "counters": to_fields(image.counters),
         "cursors": {name: list(cursor) for name, cursor in image.cursors.items()},
         "tape": [to_fields(entry) for entry in image.tape],
         "evaluations": [to_fields(evaluation) for evaluation in image.evaluations],
@@ -248,7 +248,7 @@ def _image_of(items: Items, fields: Fields) -> Image:
         number=fields["number"],
         fragments=tuple(fragments),
         state=fields["state"],
-        books=from_fields(Books, fields["books"]),
+        counters=from_fields(Counters, fields["counters"]),
         cursors={name: (of_pass, sequence) for name, (of_pass, sequence) in fields["cursors"].items()},
         tape=tuple(from_fields(TapeEntry, values) for values in fields["tape"]),
         evaluations=tuple(from_fields(Evaluation, values) for values in fields["evaluations"]),

@@ -19,14 +19,14 @@ from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import UNSAVED, Books, Snapshot, TapeEntry
+from archipelago.broker.messages import UNSAVED, Counters, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, is_digest
-from archipelago.merger.beside import Spawn
 from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.checkpoint_cut import Following, Leading
 from archipelago.merger.committing import full_state
-from archipelago.merger.one_cut import Following, Leading
+from archipelago.merger.executor import Spawn
 from archipelago.merger.record import Recorder
 from archipelago.merger.state import FragmentState
 
@@ -57,7 +57,7 @@ class CheckpointCut:
     fragments: Mapping[int, FragmentState]
     snapshots: Mapping[int, Snapshot]
     cursors: dict[str, tuple[int, int]]
-    books: Books
+    counters: Counters
     waiting: Sequence[str]
 
 
@@ -233,7 +233,7 @@ class Checkpointer:
             number=cut.number,
             fragments=tuple(full_state(snapshot, cut.fragments[p]) for p, snapshot in cut.snapshots.items()),
             state=cut.state,
-            books=cut.books,
+            counters=cut.counters,
             cursors=cut.cursors,
             tape=tuple(tape),
             evaluations=tuple(self.transport.reader.evaluations()),

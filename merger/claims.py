@@ -53,7 +53,7 @@ def tokens_per_step_max(config: RunConfig) -> int:
 
 
 def counted_tokens(contribution: Contribution, config: RunConfig) -> int:
-    """Return the tokens that the books count for a contribution: at most those of a whole run."""
+    """Return the tokens that the counters count for a contribution: at most those of a whole run."""
     most = config.inner.steps * tokens_per_step_max(config)
     return min(contribution.tokens, most)
 

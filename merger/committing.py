@@ -32,7 +32,7 @@ from archipelago.broker.messages import RoundMember, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack_body
 from archipelago.merger import outer
-from archipelago.merger.beside import Spawn
+from archipelago.merger.executor import Spawn
 from archipelago.merger.round_merge import Addend, MergedRound
 from archipelago.merger.rounds import Close
 from archipelago.merger.state import FragmentState, RunState

@@ -106,7 +106,7 @@ def main(options: MergerOptions) -> int:
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
-    from archipelago.merger.beside import in_background
+    from archipelago.merger.executor import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import has_ended_here, merger_name
     from archipelago.merger.shards import serve_shards
@@ -132,7 +132,7 @@ def main(options: MergerOptions) -> int:
             threads=options.threads,
             restart_seconds=options.restart_seconds,
             is_gone=has_ended_here,
-            beside=in_background,
+            executor=in_background,
         )
         mergers.append(awaited(make))
     if registry is not None:
@@ -173,7 +173,7 @@ def main(options: MergerOptions) -> int:
 def _merged(transport: ReaderTransport) -> int | None:
     """Return how many contributions were merged in all, or None if the broker cannot be reached."""
     try:
-        return transport.reader.books().merged
+        return transport.reader.counters().merged
     except BrokerError as error:
         log.warning("cannot read how many contributions were merged: %s", error.what)
         return None

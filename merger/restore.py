@@ -278,8 +278,8 @@ def _with_refusals(transport: MergerTransport, state: RunState) -> RunState:
         stored = RunState()
     if stored.closed == state.closed:
         state = stored
-    books, known = transport.reader.books(), sum(state.refused.values())
-    if books.refused > known:
-        state.refused["lost"] = state.refused.get("lost", 0) + books.refused - known
-        state.refused_tokens = max(state.refused_tokens, books.refused_tokens)
+    counters, known = transport.reader.counters(), sum(state.refused.values())
+    if counters.refused > known:
+        state.refused["lost"] = state.refused.get("lost", 0) + counters.refused - known
+        state.refused_tokens = max(state.refused_tokens, counters.refused_tokens)
     return state

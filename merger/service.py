@@ -14,16 +14,16 @@ from concurrent.futures import Future
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
 from archipelago.broker.errors import WithdrawnError
-from archipelago.broker.messages import Books, Call, Contribution, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Call, Contribution, Counters, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.accounts import Liveness
 from archipelago.merger.admission import AHEAD, Inbox
-from archipelago.merger.beside import Beside, BusyTime, awaited, in_virtual_time
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import RESTART_SECONDS, Compactor, RoundRecord, build_commit
+from archipelago.merger.executor import BusyTime, NewExecutor, awaited, in_virtual_time
 from archipelago.merger.restore import load
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge
@@ -65,7 +65,7 @@ class Merger:
         threads: The threads that change spectra; 0 for the default (`merger.spectra`).
         restart_seconds: How long a restart may take to merge rounds again (`merger.committing`).
         is_gone: Returns whether another merger has ended, given its name, so that its lease need not expire first.
-        beside: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
+        executor: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Merger:
         threads: int = 0,
         restart_seconds: float = RESTART_SECONDS,
         is_gone: Callable[[str], bool] = never_gone,
-        beside: Beside = in_virtual_time,
+        executor: NewExecutor = in_virtual_time,
     ) -> None:
         self.transport = transport
         self.clock, self.wall = clock, wall
@@ -102,9 +102,9 @@ class Merger:
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         self.liveness = Liveness()
-        download = beside("download", AHEAD)
+        download = executor("download", AHEAD)
         self.inbox = Inbox(transport, self.rules, self.controls.refuses, download, self._renew)
-        self.compactor = Compactor(transport, self.manifest, clock, beside("compaction"), restart_seconds)
+        self.compactor = Compactor(transport, self.manifest, clock, executor("compaction"), restart_seconds)
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
         )
@@ -116,7 +116,7 @@ class Merger:
         #: Whether an island was live when heartbeats were read last.
         self._has_islands = True
         self._finished_at: float | None = None
-        self._commits = beside("commit")
+        self._commits = executor("commit")
         #: The commit under way and the seconds from the close of its round to its end, and the state before the round.
         self._under_way: Future[tuple[Commit, float]] | None = None
         self._before = RunState()
@@ -369,6 +369,6 @@ class Merger:
             fragments=dict(self.fragments),
             snapshots=dict(self.snapshots),
             cursors=dict(state.cursors),
-            books=Books(**state.counts()),
+            counters=Counters(**state.counts()),
             waiting=tuple(self.inbox.entries()),
         )

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import Tensor
-from archipelago.merger.beside import BETWEEN_SECONDS
+from archipelago.merger.executor import BETWEEN_SECONDS
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class RunState:
         self.bytes_up = saturated(self.bytes_up + size)
 
     def counts(self) -> dict[str, int]:
-        """Return the run's counters, by the names that `broker.messages.Books` gives them."""
+        """Return the run's counters, by the names that `broker.messages.Counters` gives them."""
         return {
             "merged": self.merged,
             "merged_tokens": self.tokens,

@@ -26,8 +26,8 @@ from archipelago.broker.redis.administration import Deletion
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole
 from archipelago.broker.transport import Transport
-from archipelago.merger.beside import Spawn, in_background
 from archipelago.merger.checkpoint import CheckpointStore, describe
+from archipelago.merger.executor import Spawn, in_background
 from archipelago.merger.record import Recorder
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class MergerFolder:
             spawn: Runs the jobs; by default in the background.
         """
         # This loads JAX, which readers of this folder do not need.
+        from archipelago.merger.checkpoint_cut import Following, Leading
         from archipelago.merger.checkpointer import Checkpointer
-        from archipelago.merger.one_cut import Following, Leading
 
         recorder = self.recorder if manifest.config.record else None
         copier = self._copier(manifest) if self._bundles else None
@@ -204,7 +204,7 @@ class MergerFolder:
             )
         images, reader = self.newest(), whole(transport, manifest).reader
         earlier = images[0].manifest if images else manifest
-        if merged := reader.books().merged:
+        if merged := reader.counters().merged:
             why = f"{merged:,} contributions were merged in the new one"
         elif reader.is_served():
             why = "another merger serves the new one"

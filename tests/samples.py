@@ -15,8 +15,8 @@ from archipelago.broker.full_state import PARAMETERS, Compaction, FullState, joi
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
-    Books,
     Contribution,
+    Counters,
     Evaluation,
     Handover,
     Refusal,
@@ -101,8 +101,8 @@ def commit(
 
 
 def refuse(transport: MergerTransport, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
-    """Refuse entries whose payloads have 7 bytes, in a run that has the counters of its books."""
-    before = transport.reader.books()
+    """Refuse entries whose payloads have 7 bytes, in a run that has the counters of its counters."""
+    before = transport.reader.counters()
     counts = {
         "refused": before.refused + len(refusals),
         "refused_tokens": before.refused_tokens + sum(refusal.tokens for _, refusal in refusals),
@@ -177,7 +177,7 @@ def image(of: Manifest, pending: list[tuple[Contribution, bytes]], noise: bytes 
         number=3,
         fragments=[FullState(snapshot, ones_N, own), *first_states(of, first_snapshots(of))[1:]],
         state=closed.state,
-        books=Books(9, 900, 2, 200, 1, 100, 5000, 6000),
+        counters=Counters(9, 900, 2, 200, 1, 100, 5000, 6000),
         cursors={"0": (0, 96), "7": (2, 0)},
         tape=[closed.tape],
         evaluations=[Evaluation(1, 4, 100, 1.7e9, 5.0)],

@@ -129,7 +129,7 @@ class MemoryMerger:
     ) -> None:
         with self._fenced(epoch) as run:
             run.cursors = dict(cursors)
-            run.books |= counts
+            run.counters |= counts
             run.announce(resume)
 
     def rewrite(self, epoch: int, rewrite: Rewrite) -> None:
@@ -155,7 +155,7 @@ class MemoryMerger:
         with self._fenced(epoch) as run:
             self._require_instance()
             run.state = state
-            run.books |= counts
+            run.counters |= counts
             for entry, refusal in refusals:
                 if (number := run.found(entry)) is not None:
                     del run.updates[number]
@@ -188,7 +188,7 @@ class MemoryMerger:
             run.state = commit.state
             run.tape.append(commit.tape)
             run.announce(commit.snapshot)
-            run.books |= commit.counts
+            run.counters |= commit.counts
 
     def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
         with self._fenced(epoch) as run:

@@ -13,7 +13,7 @@ from archipelago.broker.control import is_expelled
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Books, Contribution, Evaluation, Event, Handover, Note, Snapshot, TapeEntry
+from archipelago.broker.messages import Contribution, Counters, Evaluation, Event, Handover, Note, Snapshot, TapeEntry
 from archipelago.broker.presence import Heartbeat, NameClaim, Presence
 
 
@@ -67,7 +67,7 @@ class MemoryRun:
     differences: dict[tuple[int, int], bytes] = field(default_factory=dict)
     outer: dict[int, bytes] = field(default_factory=dict)
     state: str = ""
-    books: dict[str, int] = field(default_factory=lambda: asdict(Books()))
+    counters: dict[str, int] = field(default_factory=lambda: asdict(Counters()))
     islands: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     holders: dict[str, str] = field(default_factory=dict)
@@ -119,15 +119,15 @@ class MemoryRun:
             return Delivery(name, None, fault=f"{entry.sender} sent it in the name of {entry.contribution.island}")
         return Delivery(name, entry.contribution, entry.payload)
 
-    def accounts(self) -> Books:
+    def accounts(self) -> Counters:
         """Return the counters, with those that are counted in the streams."""
         tokens = sum(e.contribution.tokens for e in self.updates.values() if e.contribution.island == e.sender)
-        books = Books(**self.books)
+        counters = Counters(**self.counters)
         return replace(
-            books,
-            bytes_down=books.bytes_down + sum(beat.bytes_down for beat, _ in self.islands.values()),
-            published=books.merged + books.refused + len(self.updates),
-            published_tokens=books.merged_tokens + books.refused_tokens + tokens,
+            counters,
+            bytes_down=counters.bytes_down + sum(beat.bytes_down for beat, _ in self.islands.values()),
+            published=counters.merged + counters.refused + len(self.updates),
+            published_tokens=counters.merged_tokens + counters.refused_tokens + tokens,
         )
 
     def live(self, now: float) -> set[str]:

@@ -13,8 +13,8 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.merger import MemoryMerger
 from archipelago.broker.memory.state import MemoryRun, MemoryState, key_of
 from archipelago.broker.messages import (
-    Books,
     Contribution,
+    Counters,
     Evaluation,
     Event,
     Handover,
@@ -85,7 +85,7 @@ class MemoryTransport:
             run.evaluations, run.cursors = list(image.evaluations), dict(image.cursors)
             for contribution, payload in image.pending:
                 run.add(contribution, payload)
-            run.books = asdict(image.books)
+            run.counters = asdict(image.counters)
 
     def mend_manifest(self, manifest: Manifest) -> bool:
         with self._broker.changed:
@@ -152,7 +152,7 @@ class MemoryReader:
     def unreadable(self) -> dict[str, str]:
         return {}
 
-    def books(self) -> Books:
+    def counters(self) -> Counters:
         with self._broker.opened(self._run) as run:
             return run.accounts()
 
@@ -162,8 +162,8 @@ class MemoryReader:
 
     def pending(self) -> Pending:
         with self._broker.opened(self._run) as run:
-            books = run.accounts()
-            tokens = books.published_tokens - books.merged_tokens - books.refused_tokens
+            counters = run.accounts()
+            tokens = counters.published_tokens - counters.merged_tokens - counters.refused_tokens
             return Pending(len(run.updates), tokens)
 
     def cursors(self) -> dict[str, tuple[int, int]]:

@@ -30,7 +30,7 @@ cannot contain a colon. All roles read all keys.
 | `difference:P:V`, `m:…` | hashes, strings | mergers | what a version changes; chunks |
 | `kept`, `kept:NAME:ID`, `m:NAME:…` | set, hashes, strings | mergers | merged contributions, until they are covered |
 | `data` | hash | mergers | cursors of the ranges of text |
-| `state`, `books`, `epoch`, `lease` | hashes, strings | mergers | the merger's state, counters, lease |
+| `state`, `counters`, `epoch`, `lease` | hashes, strings | mergers | the merger's state, counters, lease |
 | `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
 """
 
@@ -90,7 +90,7 @@ class Keys:
         self.epoch = f"{self.tag}:epoch"
         self.standbys = f"{self.tag}:standbys"
         self.state = f"{self.tag}:state"
-        self.books = f"{self.tag}:books"
+        self.counters = f"{self.tag}:counters"
         self.kept_entries = f"{self.tag}:kept"
 
     @classmethod
@@ -110,7 +110,7 @@ class Keys:
         The epoch is not among them: a merger of an earlier run of that name may still be alive.
         """
         states = [key(fragment) for fragment in fragments for key in (self.head, self.outer)]
-        merger = [self.snapshots, self.tape, self.state, self.books, self.kept_entries, *states]
+        merger = [self.snapshots, self.tape, self.state, self.counters, self.kept_entries, *states]
         return [
             *merger,
             *(key for name in islands for key in self.of_island(name)[1:]),

@@ -259,7 +259,7 @@ class RedisMerger:
         if cursors:
             write.hset(self._keys.data, mapping={name: f"{of_pass}:{at}" for name, (of_pass, at) in cursors.items()})
         if counts:
-            write.hset(self._keys.books, mapping=counts)
+            write.hset(self._keys.counters, mapping=counts)
 
     def _announce(self, write: Write, epoch: int, event: Event) -> None:
         fields = {"kind": KINDS[type(event)], **to_fields(event)}
@@ -303,7 +303,8 @@ def kinds_of(keys: Keys, fragments: Iterable[int], islands: Iterable[str]) -> di
     islands = list(islands)
     kinds = {
         "hash": [
-            keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books, keys.state, keys.standbys,
+            keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.counters, keys.state,
+            keys.standbys,
             *(key(p) for p in fragments for key in (keys.head, keys.fragment, keys.outer)),
             *map(keys.island, islands),
         ],

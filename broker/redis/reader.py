@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import (
     COUNT_MAX,
-    Books,
+    Counters,
     Evaluation,
     Message,
     Note,
@@ -238,14 +238,14 @@ class RedisReader:
         presence = Presence(from_fields(Heartbeat, fields), age_seconds)
         return self._beats.accept(presence, stamp_of(raw)) if self._signing.is_on else presence
 
-    def books(self) -> Books:
+    def counters(self) -> Counters:
         raw: Raw = {}
-        with self.connection.forgiving(self._keys.books, "a hash"):
-            raw = self._redis.hgetall(self._keys.books)
+        with self.connection.forgiving(self._keys.counters, "a hash"):
+            raw = self._redis.hgetall(self._keys.counters)
         counts, faults = counts_in(text_fields(raw))
         for name in faults:
-            self.connection.warn_once(f"the count {name!r} in the books", WireError("it is not a number"))
-        stored, found = Books(**counts), self.pending()
+            self.connection.warn_once(f"the count {name!r} in the counters", WireError("it is not a number"))
+        stored, found = Counters(**counts), self.pending()
         return dataclasses.replace(
             stored,
             bytes_down=min(COUNT_MAX, stored.bytes_down + self._downloaded()),

@@ -13,7 +13,7 @@ from typing import Any
 
 from archipelago.broker.commits import NUMBER_MAX
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fields
+from archipelago.broker.messages import COUNT_MAX, EVENTS, Counters, Event, from_fields
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.signing import MERGER, SIGNATURE, Raw, Signing
 
@@ -98,12 +98,12 @@ def fields_of(answer: Any) -> dict[str, str]:
 
 
 def counts_in(fields: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
-    """Return the counters of the books, and the names of those that are no numbers, which count as 0.
+    """Return the counters, and the names of those that are no numbers, which count as 0.
 
     A counter that is too large counts as the largest one.
     """
     counts, faults = {}, []
-    for name in (f.name for f in dataclasses.fields(Books) if f.name in fields):
+    for name in (f.name for f in dataclasses.fields(Counters) if f.name in fields):
         count = _count(fields[name])
         if count is None:
             faults.append(name)

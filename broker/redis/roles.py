@@ -159,7 +159,7 @@ def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
 
 def forbidden_commands(role: Role, keys: Keys) -> list[tuple[str, ...]]:
     """Return complete commands that a role must not be able to use."""
-    others = [("HSET", keys.books), ("HSET", keys.state), ("XADD", keys.snapshots), ("DEL", keys.tape),
+    others = [("HSET", keys.counters), ("HSET", keys.state), ("XADD", keys.snapshots), ("DEL", keys.tape),
               ("HSET", keys.manifest)]  # fmt: skip
     return [example(*each) for each in [*(others if role != "merger" else ()), ("HSET", keys.members)]]
 

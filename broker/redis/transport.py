@@ -199,7 +199,7 @@ class RedisTransport:
             pipe.xadd(self._keys.updates(island), waiting)
             self.chunks.of(island).settle(pipe, waiting)
         pipe.hset(self._keys.state, mapping=state_fields(state_values(self._signing, image.state)))
-        counts = {name: value for name, value in to_fields(image.books).items() if not name.startswith("published")}
+        counts = {name: value for name, value in to_fields(image.counters).items() if not name.startswith("published")}
         self.merger.write_derived(pipe, image.cursors, counts)
         if requests := fields_in(image.state):
             pipe.hset(self._keys.control, mapping=requests)

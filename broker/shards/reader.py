@@ -14,7 +14,17 @@ from typing import Any, TypeVar
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import COUNT_MAX, Books, Evaluation, Event, Note, Pending, Refusal, Snapshot, TapeEntry
+from archipelago.broker.messages import (
+    COUNT_MAX,
+    Counters,
+    Evaluation,
+    Event,
+    Note,
+    Pending,
+    Refusal,
+    Snapshot,
+    TapeEntry,
+)
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import Arrived, Memory, MergerStatus, ReaderClient, Standby, unwatched
 
@@ -127,8 +137,8 @@ class ShardedReader:
             for what, why in found.items()
         }
 
-    def books(self) -> Books:
-        return summed_books([*self._each(lambda reader: reader.books()).values()])
+    def counters(self) -> Counters:
+        return summed_counters([*self._each(lambda reader: reader.counters()).values()])
 
     def backlog(self) -> int:
         return sum(self._each(lambda reader: reader.backlog()).values())
@@ -203,12 +213,12 @@ class ShardedReader:
         return [waiting[name] for name in sorted(waiting) if name not in serving]
 
 
-def summed_books(books: Sequence[Books]) -> Books:
-    """Return the books of the run from those of its shards."""
-    found = [asdict(each) for each in books]
+def summed_counters(counters: Sequence[Counters]) -> Counters:
+    """Return the counters of the run from those of its shards."""
+    found = [asdict(each) for each in counters]
     total = {name: min(COUNT_MAX, sum(each[name] for each in found)) for name in found[0]}
     # Each shard counts what islands say they have downloaded, which is the same in all of them.
-    return Books(**total | {"bytes_down": found[0]["bytes_down"]})
+    return Counters(**total | {"bytes_down": found[0]["bytes_down"]})
 
 
 def combined_state(states: Mapping[int, str]) -> str:

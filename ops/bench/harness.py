@@ -297,13 +297,13 @@ def serve_merger(
     os.environ |= {"JAX_PLATFORMS": "cpu", **thread_environment(processes)}  # before JAX looks at its devices
     keep_freed_memory()
 
-    from archipelago.merger.beside import in_background
+    from archipelago.merger.executor import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import has_ended_here, merger_name, serve
 
     pieces = Pieces(OF_MERGER if counts_pieces else {})
     merger = Merger(
-        connect(url, run), holder=merger_name(), threads=threads, is_gone=has_ended_here, beside=in_background
+        connect(url, run), holder=merger_name(), threads=threads, is_gone=has_ended_here, executor=in_background
     )
     pipe.send("ready")
 

@@ -131,10 +131,10 @@ class WireIslands:
     def require_nothing_lost(self) -> None:
         """Raise WireError unless each contribution was merged once, and each fragment has one new version."""
         reader, fragments = self.islands[0].transport.reader, len(self._manifest.fragments)
-        books, versions = reader.books(), [head.version if head else None for head in reader.heads()]
+        counters, versions = reader.counters(), [head.version if head else None for head in reader.heads()]
         sent = fragments * len(self.islands)
-        if (books.published, books.merged, books.refused) != (sent, sent, 0) or versions != [1] * fragments:
-            what = f"{sent} contributions were sent, but Redis says: {books}, versions {versions}"
+        if (counters.published, counters.merged, counters.refused) != (sent, sent, 0) or versions != [1] * fragments:
+            what = f"{sent} contributions were sent, but Redis says: {counters}, versions {versions}"
             raise WireError(what, code="bench.wrong-result")
 
 

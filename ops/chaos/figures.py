@@ -37,7 +37,7 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
     """Return all figures of a storm, beside those of the same run without faults and of the baseline."""
     states, step = timelines(storm), storm.shortest_step_seconds
     trained = round(sum(storm.steps_between(i, -math.inf, math.inf) for i in storm.islands) * storm.tokens_per_step)
-    settled = (storm.books.merged_tokens, storm.books.refused_tokens, storm.pending.tokens)
+    settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.pending.tokens)
     merged, refused, pending = (tokens // storm.layout.count for tokens in settled)
     own_step = {island: storm.step_seconds[island] or step for island in storm.islands}
     live = sum(seconds_in(states[i], SERVING, storm.begin, storm.end) / own_step[i] for i in storm.islands)
@@ -74,8 +74,8 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
         "tokens_pending": pending,
         # Trained and not sent, mostly by islands that were killed.
         "tokens_lost": trained - merged - refused - pending,
-        "bytes_up": storm.books.bytes_up,
-        "bytes_down": storm.books.bytes_down,
+        "bytes_up": storm.counters.bytes_up,
+        "bytes_down": storm.counters.bytes_down,
         "held_out_loss": storm.held_out_loss,
         "unit": storm.unit,
         # The mean of what the islands reported in the last tenth of the rounds.

@@ -210,7 +210,7 @@ def _storm(
     storm, control = run_storm(plan, stopped), None
     if options.undisturbed:
         say("the same run without faults, up to as many merged tokens, for comparison")
-        merged = storm.books.merged_tokens // storm.layout.count
+        merged = storm.counters.merged_tokens // storm.layout.count
         calm = dataclasses.replace(plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0)
         control = figures(run_storm(calm, stopped))
     found = figures(storm, control)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from archipelago.broker.messages import Books, Pending, TapeEntry
+from archipelago.broker.messages import Counters, Pending, TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.schedule import MERGER, REDIS, Fault
 
@@ -78,7 +78,7 @@ class StormRecord:
         turns: The turn log of each island.
         closed_at: When each round closed.
         tape: All rounds.
-        books: Counts of published, merged and refused contributions.
+        counters: Counts of published, merged and refused contributions.
         pending: Contributions that were still waiting at the end.
         refused: Refused contributions, as far as the stream still holds the refusals.
         held_out_loss: Held-out loss of the final parameters; NaN if only a user's script can compute it.
@@ -98,7 +98,7 @@ class StormRecord:
     turns: Mapping[str, Sequence[LoggedTurn]]
     closed_at: Mapping[int, float]
     tape: tuple[TapeEntry, ...]
-    books: Books
+    counters: Counters
     pending: Pending
     refused: frozenset[Identity] = frozenset()
     held_out_loss: float = math.nan
@@ -255,7 +255,7 @@ class Check:
 
 def checks(storm: StormRecord) -> list[Check]:
     """Check all invariants."""
-    books, pending, tapes = storm.books, storm.pending, storm.tapes
+    counters, pending, tapes = storm.counters, storm.pending, storm.tapes
     merged = Counter(
         (shard, m.island, m.incarnation, m.sequence)
         for shard, tape in enumerate(tapes)
@@ -274,14 +274,15 @@ def checks(storm: StormRecord) -> list[Check]:
     rounds = storm.rounds_in_window
     return [
         Check(
-            "books", "the books balance: published = merged + refused + pending",
-            books.published == books.merged + books.refused + pending.contributions,
-            f"{books.published:,} = {books.merged:,} + {books.refused:,} + {pending.contributions:,}",
+            "counters", "the counters balance: published = merged + refused + pending",
+            counters.published == counters.merged + counters.refused + pending.contributions,
+            f"{counters.published:,} = {counters.merged:,} + {counters.refused:,} + {pending.contributions:,}",
         ),
         Check(
-            "tokens", "the books balance in tokens",
-            books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens,
-            f"{books.published_tokens:,} = {books.merged_tokens:,} + {books.refused_tokens:,} + {pending.tokens:,}",
+            "tokens", "the counters balance in tokens",
+            counters.published_tokens == counters.merged_tokens + counters.refused_tokens + pending.tokens,
+            f"{counters.published_tokens:,} = {counters.merged_tokens:,} + {counters.refused_tokens:,}"
+            f" + {pending.tokens:,}",
         ),
         Check(
             "drained", "no contribution waits after all islands have left",
@@ -292,7 +293,8 @@ def checks(storm: StormRecord) -> list[Check]:
             not twice, _examples(twice, len(merged)),
         ),
         Check(
-            "tape", "the tape and the books agree", (books.merged, books.merged_tokens) == (merged.total(), tokens),
+            "tape", "the tape and the counters agree",
+            (counters.merged, counters.merged_tokens) == (merged.total(), tokens),
             f"{merged.total():,} contributions of {tokens:,} tokens on the tape",
         ),
         Check(

@@ -51,7 +51,7 @@ def run_storm(plan: StormPlan, stopped: Callable[[], bool]) -> StormRecord:
 def _is_over(plan: StormPlan, processes: RunProcesses, begin: float) -> bool:
     if plan.merged_tokens:
         with suppress(BrokerError):  # Redis may be too busy to answer; the next look asks again.
-            merged = processes.transport.reader.books().merged_tokens
+            merged = processes.transport.reader.counters().merged_tokens
             return merged >= plan.merged_tokens * len(processes.manifest.fragments)
         return False
     left = begin + plan.seconds - time.monotonic()
@@ -74,7 +74,7 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
         turns=turns,
         closed_at={entry.round: monotonic(entry) for entry in tape},
         tape=tape,
-        books=transport.reader.books(),
+        counters=transport.reader.counters(),
         pending=transport.reader.pending(),
         refused=_refused(processes),
         held_out_loss=_held_out_loss(plan, transport),

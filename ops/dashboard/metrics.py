@@ -26,7 +26,7 @@ RUN = {
     "archipelago_run_contributions_per_round": ("contributions_per_round", "Mean over the recent rounds."),
     "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
     "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
-    "archipelago_run_books_balanced": ("balanced", "1 if published = merged + refused + pending, by count, else 0."),
+    "archipelago_run_counters_balanced": ("balanced", "1 if published = merged + refused + pending, by count, else 0."),
     "archipelago_run_unreadable_records": (
         "unreadable_records",
         "Records that cannot be read and are skipped.",
@@ -45,8 +45,8 @@ RUN = {
     "archipelago_run_received_bytes_total": ("bytes_down", "Payload bytes to the islands."),
 }
 
-#: Maps a metric's name to the attribute of `Books` and its documentation. The label is `run`.
-BOOKS = {
+#: Maps a metric's name to the attribute of `Counters` and its documentation. The label is `run`.
+COUNTERS = {
     "archipelago_run_published_contributions_total": ("published", "Contributions published."),
     "archipelago_run_merged_contributions_total": ("merged", "Contributions merged."),
     "archipelago_run_refused_contributions_total": ("refused", "Contributions refused."),
@@ -88,7 +88,7 @@ class RunCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each metric."""
         view, labels = self._view, {"run": self._view.run}
-        for table, source in ((RUN, view), (BOOKS, view.books)):
+        for table, source in ((RUN, view), (COUNTERS, view.counters)):
             for name, (attribute, documentation) in table.items():
                 yield family(name, documentation, labels, [(labels, getattr(source, attribute))])
         is_unfinished = float(view.step < view.steps)

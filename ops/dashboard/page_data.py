@@ -80,7 +80,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
             }
             for island in view.islands
         ],
-        "books": _books(view),
+        "counters": _counters(view),
         "events": events(reading.events),
         "serving": f"{served}.",
         "control": {
@@ -91,7 +91,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
 
 
 #: Fields of a view that the page gets in another form.
-_ELSEWHERE = ("islands", "books", "control", "refusals", "refused_by_code", "merger", "standbys")
+_ELSEWHERE = ("islands", "counters", "control", "refusals", "refused_by_code", "merger", "standbys")
 
 
 def progress(reading: RunReading, history: History) -> dict[str, float]:
@@ -148,12 +148,12 @@ def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict
     }
 
 
-def _books(view: RunView) -> dict[str, Any]:
-    books = view.books
+def _counters(view: RunView) -> dict[str, Any]:
+    counters = view.counters
     return {
-        "published": [books.published, books.published_tokens],
-        "merged": [books.merged, books.merged_tokens],
-        "refused": [books.refused, books.refused_tokens],
+        "published": [counters.published, counters.published_tokens],
+        "merged": [counters.merged, counters.merged_tokens],
+        "refused": [counters.refused, counters.refused_tokens],
         "pending": [view.pending, view.pending_tokens],
         "balanced": view.balanced,
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import UNSAVED, Books, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
+from archipelago.broker.messages import UNSAVED, Counters, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import merged_tokens
 from archipelago.broker.shards.transport import shards_away
@@ -47,13 +47,13 @@ def observe(
             tokens are derived from the accounts, so `balanced` covers contributions only.
     """
     reader = transport.reader
-    books, pending = _accounts(reader, briefly)
+    counters, pending = _accounts(reader, briefly)
     for _ in range(BALANCE_TRIES - 1):
-        if _balanced(books, pending):
+        if _balanced(counters, pending):
             break
-        books, pending = _accounts(reader, briefly)
+        counters, pending = _accounts(reader, briefly)
     view = summarise(
-        manifest, (reader.tape(RECENT_ROUNDS) if tape is None else tape)[-RECENT_ROUNDS:], reader.presences(), books,
+        manifest, (reader.tape(RECENT_ROUNDS) if tape is None else tape)[-RECENT_ROUNDS:], reader.presences(), counters,
         pending, reader.evaluations() if evaluations is None else evaluations, reader.merger_state(), reader.cursors(),
         reader.memory(), shards_away(transport), reader.control(),
     )  # fmt: skip
@@ -74,19 +74,19 @@ def refusals_of(reader: ReaderClient) -> list[tuple[float, Refusal]]:
     return [(at, refusal) for at, refusal in reader.refusals(REFUSALS_READ) if not refusal.repeat]
 
 
-def _accounts(reader: ReaderClient, briefly: bool) -> tuple[Books, Pending]:
-    books = reader.books()
+def _accounts(reader: ReaderClient, briefly: bool) -> tuple[Counters, Pending]:
+    counters = reader.counters()
     if not briefly:
-        return books, reader.pending()
-    left = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
-    return books, Pending(reader.backlog(), left)
+        return counters, reader.pending()
+    left = max(0, counters.published_tokens - counters.merged_tokens - counters.refused_tokens)
+    return counters, Pending(reader.backlog(), left)
 
 
 def summarise(
     manifest: Manifest,
     tape: Sequence[TapeEntry],
     presences: Sequence[Presence],
-    books: Books,
+    counters: Counters,
     pending: Pending,
     evaluations: Sequence[Evaluation] = (),
     state: str = "",
@@ -138,16 +138,16 @@ def summarise(
         frozen_parameters=manifest.frozen_parameters,
         task=manifest.task,
         passes=math.nan if manifest.config.has_user_loops else read / manifest.config.data.shards,
-        books=books,
+        counters=counters,
         pending=pending.contributions,
         pending_tokens=pending.tokens,
-        balanced=_balanced(books, pending),
+        balanced=_balanced(counters, pending),
         memory_bytes=memory.used if memory else 0,
         memory_limit_bytes=memory.limit if memory else 0,
         shards=layout.fragments if manifest.shards > 1 else (),
         unreachable=away,
-        bytes_up=books.bytes_up,
-        bytes_down=books.bytes_down,
+        bytes_up=counters.bytes_up,
+        bytes_down=counters.bytes_down,
         islands=islands,
         interval=manifest.config.sync.interval,
         control=Control.of(control or {}),
@@ -156,7 +156,7 @@ def summarise(
         config=manifest.config,
         tape=tape,
         evaluations=evaluations,
-        **_token_accounts(presences, merged, books, pending, fragments),
+        **_token_accounts(presences, merged, counters, pending, fragments),
     )
 
 
@@ -174,10 +174,10 @@ def _counts(figures: Mapping[str, Any], name: str) -> dict[str, int]:
     return {key: count for key, count in found.items() if isinstance(count, int)} if isinstance(found, dict) else {}
 
 
-def _balanced(books: Books, pending: Pending) -> bool:
-    contributions = books.merged + books.refused + pending.contributions
-    tokens = books.merged_tokens + books.refused_tokens + pending.tokens
-    return (books.published, books.published_tokens) == (contributions, tokens)
+def _balanced(counters: Counters, pending: Pending) -> bool:
+    contributions = counters.merged + counters.refused + pending.contributions
+    tokens = counters.merged_tokens + counters.refused_tokens + pending.tokens
+    return (counters.published, counters.published_tokens) == (contributions, tokens)
 
 
 def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, RoundMember]]]:
@@ -214,7 +214,7 @@ def _island(
 def _token_accounts(
     presences: Iterable[Presence],
     merged: Mapping[str, int],
-    books: Books,
+    counters: Counters,
     pending: Pending,
     fragments: int,
 ) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _token_accounts(
     Args:
         presences: The islands that are known.
         merged: Merged tokens of each island, summed over the fragments. It also has islands of long ago.
-        books: The run's books.
+        counters: The run's counters.
         pending: Contributions that wait to be merged.
         fragments: The number of fragments.
     """
@@ -237,7 +237,7 @@ def _token_accounts(
         of_island[beat.island] = max(beat.tokens, of_island.get(beat.island, 0))
         unsent += beat.tokens_unsent if presence.is_live else 0
     settled, refused, waiting = (
-        tokens // fragments for tokens in (books.merged_tokens, books.refused_tokens, pending.tokens)
+        tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, pending.tokens)
     )
     rest = max(0, sum(of_island.values()) - settled - refused - waiting)
     unsent = min(unsent, rest)

@@ -9,7 +9,7 @@ from typing import Any
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import DRAIN, EXPEL, Control
-from archipelago.broker.messages import Books, Evaluation, Refusal, TapeEntry
+from archipelago.broker.messages import Counters, Evaluation, Refusal, TapeEntry
 from archipelago.broker.observe.merge_load import few_syncs
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.shards.reader import holders_in_words, numbered
@@ -112,7 +112,7 @@ class RunView:
     tokens_lost: int
     tokens_trained: int
     passes: float
-    books: Books
+    counters: Counters
     pending: int
     pending_tokens: int
     balanced: bool

@@ -62,7 +62,7 @@ def line(view: RunView) -> str:
 
 def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     """Return the run in a few lines. `briefly` leaves out the accounts of tokens."""
-    books = view.books
+    counters = view.counters
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column()
@@ -86,8 +86,8 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     equals = "=" if view.balanced else "[bold red]≠[/]"
     grid.add_row(
         "accounts",
-        f"published {books.published:,} {equals} merged {books.merged:,} + refused {books.refused:,} + pending "
-        f"{view.pending:,}",
+        f"published {counters.published:,} {equals} merged {counters.merged:,} + refused {counters.refused:,} + "
+        f"pending {view.pending:,}",
     )
     if not briefly:
         _add_tokens(grid, view, equals)
@@ -113,10 +113,10 @@ def evaluated(view: RunView, now: float) -> str:
 
 
 def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
-    books = view.books
+    counters = view.counters
     grid.add_row(
         "",
-        f"in tokens {books.published_tokens:,} {equals} {books.merged_tokens:,} + {books.refused_tokens:,} + "
+        f"in tokens {counters.published_tokens:,} {equals} {counters.merged_tokens:,} + {counters.refused_tokens:,} + "
         f"{view.pending_tokens:,} ({view.fragments} fragments each)",
     )
     grid.add_row(

@@ -166,7 +166,7 @@ class Watcher:
         tape, queues = self.transport.reader.tape(self._rounds), self.history.queues
         self.history = History(self.manifest.shard_layout)
         self.history.queues = queues
-        self.history.begin(self.transport.reader.books().merged_tokens, tape)
+        self.history.begin(self.transport.reader.counters().merged_tokens, tape)
         self._lacks = frozenset(shards_away(self.transport))
         self._seldom_due = -math.inf
         return tape

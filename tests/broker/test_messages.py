@@ -18,9 +18,9 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import (
     EVENTS,
     KINDS,
-    Books,
     Call,
     Contribution,
+    Counters,
     Digest,
     Evaluation,
     Handover,
@@ -41,7 +41,7 @@ from archipelago.broker.presence import Heartbeat
 from tests import samples
 
 MESSAGES = [
-    Contribution, Call, Snapshot, Refusal, Resume, Marker, Heartbeat, TapeEntry, Evaluation, Books, Handover, Note,
+    Contribution, Call, Snapshot, Refusal, Resume, Marker, Heartbeat, TapeEntry, Evaluation, Counters, Handover, Note,
 ]  # fmt: skip
 TAPE = samples.commit([]).tape
 EXAMPLES: dict[type[Any], Any] = {
@@ -53,7 +53,7 @@ EXAMPLES: dict[type[Any], Any] = {
     Heartbeat: samples.heartbeat(),
     TapeEntry: TAPE,
     Evaluation: Evaluation(1, 2, 3, 4.0, 5.0),
-    Books: Books(1, 2, 3, 4, 5, 6, 7, 8),
+    Counters: Counters(1, 2, 3, 4, 5, 6, 7, 8),
     Marker: Marker(3, 7),
     Note: Note(1.7e9, "a", "joined", "at round 7"),
     Handover: samples.handover(),

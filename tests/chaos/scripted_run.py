@@ -90,7 +90,7 @@ def outcome(transport: RedisTransport) -> dict[str, Any]:
     for member in (member for entry in tape for member in entry.members):
         _, floor, *above = state["seen"][f"{member.island}/x"]
         assert member.sequence < floor or member.sequence in above, "a retry would be merged again"
-    # The books say what was refused. The digest is that of the whole state.
+    # The counters say what was refused. The digest is that of the whole state.
     changing = {"timing", "covered", "seen", "refused", "refused_tokens", "bytes_up", "digest"}
     return {
         "snapshots": [replace(found.snapshot, bytes=0, digest=found.snapshot.held) for found in fragments],
@@ -98,7 +98,7 @@ def outcome(transport: RedisTransport) -> dict[str, Any]:
         "outer states": [digest(samples.outer_bits(each)) for each in _loaded(transport, manifest)],
         "tape": [_timeless(entry) for entry in tape],
         "cursors": transport.reader.cursors(),
-        "books": asdict(transport.reader.books()) | {"bytes_down": 0, "kept": 0},
+        "counters": asdict(transport.reader.counters()) | {"bytes_down": 0, "kept": 0},
         "state": {key: state[key] for key in state.keys() - changing},
     }
 

@@ -108,7 +108,7 @@ class BoundedRun:
 
     @property
     def sent(self) -> int:
-        return self.transport.reader.books().published
+        return self.transport.reader.counters().published
 
     @property
     def used(self) -> int:
@@ -141,10 +141,10 @@ class BoundedRun:
         assert len(found) == len(set(found))
         return set(found)
 
-    def check_books(self) -> None:
-        """Assert that the books balance and that only retries were refused."""
-        books = self.transport.reader.books()
-        assert books.published == books.merged + books.refused + self.transport.reader.backlog()
+    def check_counters(self) -> None:
+        """Assert that the counters balance and that only retries were refused."""
+        counters = self.transport.reader.counters()
+        assert counters.published == counters.merged + counters.refused + self.transport.reader.backlog()
         events = [event for _, event in self.transport.reader.events(START, 0.0, 1 << 20)]
         assert [event.reason for event in events if isinstance(event, Refusal) and not event.repeat] == []
 
@@ -202,4 +202,4 @@ def test_redis_stays_small_without_a_merger_and_when_it_is_full_nothing_is_lost(
     bounded.train(60)
     assert waiting <= bounded.merged()
     assert bounded.sent > sent + 10
-    bounded.check_books()
+    bounded.check_counters()

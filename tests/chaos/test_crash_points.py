@@ -108,12 +108,12 @@ def pointed_to(client: Any, run: str) -> set[str]:
     }
 
 
-def with_a_retry(books: dict[str, int]) -> dict[str, int]:
-    """Return the books after island b published again, which was refused as a retry."""
+def with_a_retry(counters: dict[str, int]) -> dict[str, int]:
+    """Return the counters after island b published again, which was refused as a retry."""
     (number,) = (number for number, name in PUBLISHERS.items() if name == "publish.done")
     sent, payload = answer(manifest("any"), number, "b")
     more = {"published": 1, "published_tokens": sent.tokens, "refused": 1, "refused_tokens": sent.tokens}
-    return books | {key: books[key] + count for key, count in (more | {"bytes_up": len(payload)}).items()}
+    return counters | {key: counters[key] + count for key, count in (more | {"bytes_up": len(payload)}).items()}
 
 
 def test_a_run_whose_processes_are_killed_gives_the_same_bits(
@@ -167,4 +167,4 @@ def test_a_run_whose_processes_are_killed_gives_the_same_bits(
             run.await_round(number)
         check_stream(run, LOST_AFTER + 1, ROUNDS)
         found = outcome(run.transport)
-    assert found == {**expected, "books": with_a_retry(expected["books"])}
+    assert found == {**expected, "counters": with_a_retry(expected["counters"])}

@@ -15,7 +15,7 @@ import pytest
 
 from archipelago.broker.commits import START
 from archipelago.broker.errors import FencedError, RunExistsError, UnknownRunError, WireError
-from archipelago.broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Resume, Snapshot
+from archipelago.broker.messages import Call, Counters, Evaluation, Marker, Note, Pending, Resume, Snapshot
 from archipelago.broker.transport import NOTES_EACH, NOTES_KEPT, REFUSALS_AMONG, STANDBY_SECONDS, Memory, Transport
 from tests import samples
 from tests.conftest import Until
@@ -59,7 +59,7 @@ def test_creating_a_run_writes_it_once(transport: Transport, connections: Connec
 @everywhere
 def test_a_new_run_is_empty(transport: Transport, connections: Connect) -> None:
     assert transport.reader.merger_state() == ""
-    assert transport.reader.books() == Books()
+    assert transport.reader.counters() == Counters()
     assert transport.reader.tape(5) == []
     assert transport.reader.presences() == []
     assert transport.merger.updates(0.0) == []
@@ -90,7 +90,7 @@ def test_a_run_without_its_manifest_can_be_created_again(
     again.create(manifest, samples.first_snapshots(manifest))
     reader = again.reader
     assert (reader.tape(9), reader.events(START, 0.0), reader.notes(9), reader.control()) == ([], [], [], {})
-    assert (reader.backlog(), reader.merger_state(), reader.books(), reader.cursors()) == (0, "", Books(), {})
+    assert (reader.backlog(), reader.merger_state(), reader.counters(), reader.cursors()) == (0, "", Counters(), {})
     with pytest.raises(WireError):
         again.merger.outer(0, 1)
     assert again.island.register_corpus("site", "2" * 32) == "2" * 32
@@ -238,7 +238,7 @@ def test_downloaded_bytes_are_those_that_all_incarnations_report(transport: Tran
     other = connections()
     other.island.heartbeat(samples.heartbeat("a", incarnation="y", bytes_down=0))
     other.island.heartbeat(samples.heartbeat("a", incarnation="y", bytes_down=2))
-    assert transport.reader.books().bytes_down == 7 + 2 + 100
+    assert transport.reader.counters().bytes_down == 7 + 2 + 100
     assert other.reader.presences()[0].heartbeat.bytes_down == 9
 
 
@@ -299,7 +299,7 @@ def test_a_checkpoint_restores_everything(connections: Connect, payload: bytes) 
     assert (other.reader.tape(9), other.reader.evaluations()) == (image.tape, image.evaluations)
     assert other.reader.events(START, 0.0) == []
     assert (other.reader.backlog(), other.reader.pending()) == (2, Pending(2, 21))
-    assert other.reader.books() == Books(3 + 2, 300 + 21, 2, 200, 1, 100, 5000, 6000)
+    assert other.reader.counters() == Counters(3 + 2, 300 + 21, 2, 200, 1, 100, 5000, 6000)
     assert made.run in other.reader.runs()
     assert [(d.contribution, d.payload) for d in with_payloads(other.merger.updates(0.0))] == pending
 
@@ -327,4 +327,4 @@ def test_an_existing_run_is_not_overwritten_by_a_restore(transport: Transport, c
     with pytest.raises(RunExistsError):
         connections().restore(samples.image(transport.reader.manifest(), []))
     assert transport.reader.fragment(0) == samples.first_snapshots(transport.reader.manifest())[0]
-    assert (transport.reader.backlog(), transport.reader.books().merged) == (1, 0)
+    assert (transport.reader.backlog(), transport.reader.counters().merged) == (1, 0)

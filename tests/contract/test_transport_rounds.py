@@ -8,7 +8,7 @@ import pytest
 
 from archipelago.broker.commits import DIFFERENCES_KEPT, START
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.messages import Books, Pending, Refusal
+from archipelago.broker.messages import Counters, Pending, Refusal
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.transport import Transport
@@ -38,7 +38,7 @@ def test_contributions_arrive_in_order_and_once(transport: Transport, connection
     assert [delivery.payload for delivery in found] == [payload] * 3
     assert transport.merger.updates(0.0) == []
     assert transport.reader.backlog() == 3
-    assert transport.reader.books() == Books(published=3, published_tokens=300)
+    assert transport.reader.counters() == Counters(published=3, published_tokens=300)
 
 
 @everywhere
@@ -49,8 +49,8 @@ def test_an_entry_in_the_name_of_another_island_has_a_fault(transport: Transport
     assert delivery.fault
     assert transport.reader.pending() == Pending(1, 0)
     samples.refuse(transport, epoch, [(entry, Refusal("mallory", "?", 0, 0, 0, 0, delivery.fault))])
-    assert (transport.reader.books().refused, transport.reader.books().refused_tokens) == (1, 0)
-    assert transport.reader.books().published == 1
+    assert (transport.reader.counters().refused, transport.reader.counters().refused_tokens) == (1, 0)
+    assert transport.reader.counters().published == 1
 
 
 def test_each_island_is_read_equally_and_by_arrival(transport: Transport, connections: Connect) -> None:
@@ -86,7 +86,7 @@ def test_a_commit_changes_everything_at_once(
     assert not other.island.holds(entry)
     other.merger.rewind()
     assert other.merger.updates(0.0) == [deliveries[0], deliveries[2]], "the others survive a restart"
-    assert other.reader.books() == Books(3, 300, 1, 100, 0, 0, 7, 0)
+    assert other.reader.counters() == Counters(3, 300, 1, 100, 0, 0, 7, 0)
 
 
 def test_a_newer_snapshot_replaces_the_older_one(transport: Transport, epoch: int) -> None:
@@ -112,7 +112,7 @@ def test_a_refusal_is_an_event_and_ends_the_contribution(
     samples.refuse(transport, epoch, [(refused, REFUSAL)])
     other = connections()
     assert [other.island.holds(entry) for entry in (kept, refused)] == [False, False]
-    assert other.reader.books() == Books(2, 200, 1, 100, 1, 100, 14, 0)
+    assert other.reader.counters() == Counters(2, 200, 1, 100, 1, 100, 14, 0)
     assert [event for _, event in other.reader.events(last, 0.0)] == [REFUSAL]
     assert (other.reader.backlog(), other.merger.updates(0.0)) == (0, [])
 
@@ -142,10 +142,10 @@ def test_a_commit_of_a_lost_contribution_changes_nothing(transport: Transport, e
     """Someone may have deleted it by hand. The merger loads the run again."""
     entry, waiting = publish(transport, 2)
     samples.refuse(transport, epoch, [(entry, REFUSAL)])
-    before = transport.reader.books()
+    before = transport.reader.counters()
     with pytest.raises(BrokerError):
         transport.merger.commit(epoch, samples.commit([entry, waiting]))
-    assert (transport.reader.tape(9), transport.reader.books()) == ([], before)
+    assert (transport.reader.tape(9), transport.reader.counters()) == ([], before)
     assert transport.island.holds(waiting)
 
 
@@ -168,7 +168,7 @@ def test_merged_entries_can_be_read_until_they_are_trimmed(
     assert (other.reader.backlog(), other.reader.pending()) == (1, Pending(1, 100))
     assert with_payloads(other.merger.updates(0.0)) == [found[2]]
     transport.merger.trim(epoch, entries)
-    assert other.reader.books() == Books(3, 300, 2, 200, 0, 0, 14, 0)
+    assert other.reader.counters() == Counters(3, 300, 2, 200, 0, 0, 14, 0)
 
 
 @everywhere

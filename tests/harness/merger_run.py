@@ -19,10 +19,10 @@ from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Contribution, Refusal, TapeEntry
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import newest, pack, unpack
-from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import full_state
+from archipelago.merger.executor import Spawn, at_once
 from archipelago.merger.record import Recorder
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
@@ -167,18 +167,18 @@ class MergerRun(CreatedRun):
 
     def balance(self) -> None:
         """Assert that published = merged + refused + pending, in contributions and in tokens."""
-        books = self.transport.reader.books()
+        counters = self.transport.reader.counters()
         pending = self.stored.updates.values()
-        assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
-        assert books.published_tokens == sum(c.tokens for c, _ in self.sent)
-        tokens = books.merged_tokens + books.refused_tokens + sum(entry.contribution.tokens for entry in pending)
-        assert books.published_tokens == tokens
+        assert counters.published == len(self.sent) == counters.merged + counters.refused + len(pending)
+        assert counters.published_tokens == sum(c.tokens for c, _ in self.sent)
+        tokens = counters.merged_tokens + counters.refused_tokens + sum(entry.contribution.tokens for entry in pending)
+        assert counters.published_tokens == tokens
         members = [m for entry in self.transport.reader.tape(10_000) for m in entry.members]
-        assert (books.merged, books.merged_tokens) == (len(members), sum(m.tokens for m in members))
-        assert books.refused == len(self.events(Refusal))
+        assert (counters.merged, counters.merged_tokens) == (len(members), sum(m.tokens for m in members))
+        assert counters.refused == len(self.events(Refusal))
         assert max(Counter(self.merged()).values(), default=0) <= 1
         state = RunState.from_json(self.transport.reader.merger_state())
-        assert (state.closed, state.tokens) == (len(self.transport.reader.tape(10_000)), books.merged_tokens)
+        assert (state.closed, state.tokens) == (len(self.transport.reader.tape(10_000)), counters.merged_tokens)
 
 
 def state_of(run: MergerRun) -> RunState:

@@ -53,7 +53,7 @@ class Attacker:
     @property
     def closed(self) -> int:
         """The last closed round."""
-        found = self.redis.hget(self.keys.books, "round")
+        found = self.redis.hget(self.keys.counters, "round")
         return int(found) if found and found.isdigit() else 0
 
     def version(self, fragment: int) -> int:

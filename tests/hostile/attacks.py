@@ -218,12 +218,12 @@ def damaged_keys(attacker: Attacker, dice: Dice) -> None:
     client.set(keys.island(attacker.victim), "a string")
     client.xadd(keys.tape, {"garbage": "1"})
     client.xadd(keys.evaluations, {"garbage": "1"})
-    client.hset(keys.books, mapping={"merged": "many", "kept": "-4"})
+    client.hset(keys.counters, mapping={"merged": "many", "kept": "-4"})
 
 
-def lost_books(attacker: Attacker, dice: Dice) -> None:
-    """10. The books are deleted."""
-    attacker.redis.delete(attacker.keys.books)
+def lost_counters(attacker: Attacker, dice: Dice) -> None:
+    """10. The counters are deleted."""
+    attacker.redis.delete(attacker.keys.counters)
 
 
 def damaged_state(attacker: Attacker, dice: Dice) -> None:
@@ -324,7 +324,7 @@ ATTACKS: tuple[Attack, ...] = (
     requests, handovers, notes, strange_names, pointers, the_last_entry,
     a_far_step, the_farthest_step, refused_tokens, a_pointer_to_the_snapshot, many_names, names_without_islands,
     another_name_in_my_stream, a_heavy_claim, a_far_place, a_dead_reader, a_tiny_step_time, eternal_heartbeats,
-    a_flood, a_valid_flood, damaged_keys, lost_books, damaged_state, a_lost_epoch, forged_events, uncounted_entries,
+    a_flood, a_valid_flood, damaged_keys, lost_counters, damaged_state, a_lost_epoch, forged_events, uncounted_entries,
 )  # fmt: skip
 
 

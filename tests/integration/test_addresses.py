@@ -182,7 +182,7 @@ def test_a_round_through_each_address(kind: str, secured: Secured, until: Until)
         merger.merger.commit(epoch, samples.commit([delivery.entry], LARGE[::-1]))
         snapshot, payload = island.reader.fragment(0)
         assert (snapshot.version, payload) == (1, LARGE[::-1])
-        assert island.reader.books().merged == 1
+        assert island.reader.counters().merged == 1
 
 
 def test_a_truncated_answer_is_an_outage(secured: Secured) -> None:

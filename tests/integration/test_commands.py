@@ -125,7 +125,7 @@ def test_the_single_commands_make_a_run_that_survives_an_outage(
         for island in (two, newcomer):
             processes.ended(island)
         assert json.loads(processes.ended(standby))["finished"] is True
-        assert view(url, RUN).books.refused == 0
+        assert view(url, RUN).counters.refused == 0
         assert view(url, RUN).balanced
         assert processes.run("rm", RUN, url, "--yes")["keys"] > 0
         transport = connect(url, RUN)

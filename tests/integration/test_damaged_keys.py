@@ -26,8 +26,8 @@ from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.merger import kinds_of
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.wire import digest_of, full_snapshot, newest
-from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import Checkpointer
+from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
 from archipelago.merger.storage import MergerFolder
@@ -65,7 +65,7 @@ KEYS: dict[str, Callable[[Keys], str]] = {
 #: The quick tier plays these cases, which cover each way of loading, and the full tier plays all.
 QUICK = [
     ("state", "a list", "serving"), ("state", "earlier", "restarted"), ("epoch", "huge", "restarted"),
-    ("lease", "a list", "restarted"), ("books", "not UTF-8", "serving"), ("head", "deleted", "serving"),
+    ("lease", "a list", "restarted"), ("counters", "not UTF-8", "serving"), ("head", "deleted", "serving"),
     ("head", "ahead", "restarted"), ("kept", "deleted", "restarted"), ("difference", "deleted", "serving"),
     ("fragment", "deleted", "serving"), ("fragment", "earlier", "restarted"), ("outer", "not UTF-8", "restarted"),
     ("tape", "a list", "serving"), ("tape", "huge", "restarted"), ("snapshots", "a list", "serving"),

@@ -66,4 +66,4 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
         process.terminate()
     for process in (leader, other, one):
         processes.ended(process)
-    until(lambda: view(url, RUN).balanced, "balanced books")
+    until(lambda: view(url, RUN).balanced, "balanced counters")

@@ -15,7 +15,7 @@ from archipelago.broker.transport import refusal
 from archipelago.islands.sync.connection.outbox import KEPT_MIN
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
-from archipelago.merger.beside import at_once
+from archipelago.merger.executor import at_once
 from archipelago.merger.main import MergerOptions
 from archipelago.merger.main import main as merger_main
 from archipelago.merger.service import Merger
@@ -133,7 +133,7 @@ def test_an_island_leaves_a_run_that_took_the_name(lost: LostRun, notices: str) 
     with failing(ConfigError, "island.other-run"):
         lost.trained.boundary()
     assert tiny.leaf_bytes(lost.trained.inner) == before
-    assert lost.redis.reader.books().published == 0
+    assert lost.redis.reader.counters().published == 0
 
 
 def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) -> None:
@@ -212,7 +212,7 @@ def test_resume_replaces_no_run_with_other_tensors_or_merged_work(lost: LostRun,
     lost.redis.create(lost.manifest, samples.first_snapshots(lost.manifest, 2.0))
     lost.merger = lost.new_merger()
     lost.play(lost.island("lima"), 12)
-    assert lost.redis.reader.books().merged > 0
+    assert lost.redis.reader.counters().merged > 0
     with failing(UnknownRunError, "broker.other-run") as refused:
         lost.folder.find_or_bring_back(lost.redis, resume=True)
     assert "merged in the new one" in refused.value.what

@@ -55,8 +55,8 @@ def test_an_invited_island_trains_until_it_is_revoked(
     hub.ended(hub.start("revoke", "oslo", "--run", "demo"))
     site.ended(island, status=2)
     assert "revoked" in site.said(island)
-    last = transport.reader.books().merged
-    until(lambda: transport.reader.books().merged > last + 3, "the others to go on")
+    last = transport.reader.counters().merged
+    until(lambda: transport.reader.counters().merged > last + 3, "the others to go on")
     transport.close()
     up.terminate()
     hub.ended(up, status=130)

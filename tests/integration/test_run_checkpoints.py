@@ -18,7 +18,7 @@ from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
-from archipelago.merger.beside import at_once
+from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.replay import read, repeat
@@ -70,9 +70,12 @@ class CheckpointedRun(VirtualRun):
             self.clock.now += 1.0
             self.turn()
         for shard in self.of_shards():
-            books, merged = shard.reader.books(), [m for entry in shard.reader.tape(1 << 20) for m in entry.members]
-            assert books.published == books.merged + books.refused
-            assert books.merged == len(merged) == len({member.identity_text for member in merged})
+            counters, merged = (
+                shard.reader.counters(),
+                [m for entry in shard.reader.tape(1 << 20) for m in entry.members],
+            )
+            assert counters.published == counters.merged + counters.refused
+            assert counters.merged == len(merged) == len({member.identity_text for member in merged})
             assert len(merged) > 0
         assert self.transport.reader.pending().contributions == 0
 
@@ -119,7 +122,7 @@ def test_a_lost_run_goes_on_from_one_cut_and_is_replayed(tmp_path: Path) -> None
     closed = [merger.state.closed for merger in run.mergers]
     assert [image.round for image in run.folder.newest()] == closed, "the last checkpoint lacks rounds"
 
-    found, merged = repeat(read(run.folder.path)), run.transport.reader.books().merged
+    found, merged = repeat(read(run.folder.path)), run.transport.reader.counters().merged
     assert (found["same"], found["first_difference"]) == (True, "")
     assert found["rounds"] == len(run.transport.reader.tape(1 << 20))
     assert found["contributions"] == merged

@@ -190,8 +190,8 @@ def test_a_client_without_a_key_changes_nothing(run: SignedRun) -> None:
     run.finish()
     assert bits(run) == honest()
     reader = run.transport.reader
-    books = reader.books()
-    assert books.published == books.merged + books.refused
+    counters = reader.counters()
+    assert counters.published == counters.merged + counters.refused
     assert {presence.heartbeat.island for presence in reader.presences()} == set(ISLANDS)
 
 

@@ -57,7 +57,7 @@ class Stuttering(Intercepted):
     """A connection on which the first call of each method fails.
 
     Attributes:
-        is_to_stop: Whether to send this process a signal once a merger serves. The books cannot be read from then on.
+        is_to_stop: Whether to send this process a signal once a merger serves. Counters cannot be read from then on.
     """
 
     def __init__(self, transport: RedisTransport) -> None:
@@ -71,7 +71,7 @@ class Stuttering(Intercepted):
         is_over = self.is_to_stop and self.calls["look"] > 2
         if is_over and name == "look":
             os.kill(os.getpid(), signal.SIGTERM)
-        if (self.calls[name] == 1 and name != "close") or (is_over and name == "books"):
+        if (self.calls[name] == 1 and name != "close") or (is_over and name == "counters"):
             raise UnreachableError("the connection was reset")
         return method(*args, **kwargs)
 

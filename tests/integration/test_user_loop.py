@@ -132,14 +132,16 @@ def test_an_example_trains_to_the_end_of_its_run(example: Example, scripts: Scri
         assert "ends at step" in scripts.ended(island)
     assert has_learnt()
     transport = connect(scripts.url, "mine")
-    manifest, books = transport.reader.manifest(), transport.reader.books()
+    manifest, counters = transport.reader.manifest(), transport.reader.counters()
     transport.close()
     assert {tensor.name for tensor in manifest.tensors} >= example.tensors
-    assert books.merged > 10
+    assert counters.merged > 10
     if example.parameters is not None:
         assert (manifest.parameters, manifest.frozen_parameters) == example.parameters
         assert all("lora" in tensor.name for tensor in manifest.tensors)
-        assert books.bytes_up < books.published * manifest.parameters, "int4 and scales of about half of the adapters"
+        assert counters.bytes_up < counters.published * manifest.parameters, (
+            "int4 and scales of about half of the adapters"
+        )
 
 
 @pytest.mark.full
@@ -169,8 +171,8 @@ def test_a_llama_in_pytorch_and_our_island_in_jax_train_one_run(
     assert last is not None
     assert last.loss < 3.6, "a byte of text has 5.5 nats before training"
     transport = connect(scripts.url, "demo")
-    books, tape = transport.reader.books(), transport.reader.tape(1 << 20)
+    counters, tape = transport.reader.counters(), transport.reader.tape(1 << 20)
     transport.close()
     assert {member.island for entry in tape for member in entry.members} == {"torch", "jax"}
-    assert books.refused == 0
+    assert counters.refused == 0
     assert "layers.0.attention.query.kernel" in from_redis(scripts.url, "demo").params

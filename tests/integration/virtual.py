@@ -133,11 +133,11 @@ def closed(run: VirtualRun) -> list[int]:
 
 def require_balanced(run: VirtualRun, pending: int | None = None) -> None:
     """Fail unless every published contribution is merged, refused or pending, and `pending` of them are pending."""
-    books, waiting = run.transport.reader.books(), run.transport.reader.pending().contributions
-    assert books.published == books.merged + books.refused + waiting
+    counters, waiting = run.transport.reader.counters(), run.transport.reader.pending().contributions
+    assert counters.published == counters.merged + counters.refused + waiting
     assert pending is None or waiting == pending
     if not waiting:
-        assert books.published_tokens == books.merged_tokens + books.refused_tokens
+        assert counters.published_tokens == counters.merged_tokens + counters.refused_tokens
 
 
 def bits(run: VirtualRun) -> list[tuple[Any, ...]]:

@@ -142,7 +142,7 @@ def test_an_evaluation_has_the_tokens_of_its_parameters(run: TinyRun) -> None:
         island.link.pump()
 
     def merged() -> int:
-        return run.transport.reader.books().merged_tokens // len(run.manifest.fragments)
+        return run.transport.reader.counters().merged_tokens // len(run.manifest.fragments)
 
     trains_on()
     before = merged()

@@ -59,9 +59,9 @@ def test_a_drained_island_writes_a_note_and_loses_nothing() -> None:
     run, island = requested("drain")
     assert [kind for kind, _ in notes(run, "a")[1:]] == ["drained"]
     assert run.transport.reader.presences()[0].heartbeat.state == "left"
-    books = run.transport.reader.books()
-    assert books.merged_tokens == 2 * island.totals.tokens
-    assert books.refused == 0
+    counters = run.transport.reader.counters()
+    assert counters.merged_tokens == 2 * island.totals.tokens
+    assert counters.refused == 0
 
 
 def test_a_note_is_kept_during_an_outage_and_dropped_when_the_broker_refuses_it() -> None:

@@ -38,8 +38,8 @@ def test_a_diverged_island_stops_without_changing_the_run(monkeypatch: pytest.Mo
         run.play(island, 100)
     leave_after(island, caught.value)
     island.link.pump()
-    books = run.transport.reader.books()
-    assert books.published == 0
+    counters = run.transport.reader.counters()
+    assert counters.published == 0
     assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in run.merger.fragments.values())
     assert run.transport.reader.notes(100)[-1].kind == "diverged"
     assert run.transport.reader.presences()[0].heartbeat.state == "left"
@@ -127,7 +127,7 @@ def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
     run.play(island, 20)
     assert run.merger.state.step >= 10
     assert [*leaves, island.must_leave] == [False, True, False]
-    assert run.transport.reader.books().refused == 0
+    assert run.transport.reader.counters().refused == 0
     for _ in range(240):
         run.play(island, 1)
     assert island.finished
@@ -144,4 +144,4 @@ def test_a_merger_that_pauses_holds_the_schedule() -> None:
     assert island.stretch > 1.5
     assert run.transport.reader.presences()[0].heartbeat.link == "ok"  # the pause says nothing about the link
     assert run.merger.state.step > before + AHEAD_STEPS_MIN
-    assert run.transport.reader.books().refused == 0
+    assert run.transport.reader.counters().refused == 0

@@ -149,7 +149,7 @@ def test_a_flood_of_refusals_hides_no_announcements_and_delays_no_round() -> Non
     while run.transport.reader.backlog():
         merger.turn(0.0)
     assert len(run.events(Refusal)) == ANNOUNCED_MAX
-    assert run.transport.reader.books().refused == ANNOUNCED_MAX + 100
+    assert run.transport.reader.counters().refused == ANNOUNCED_MAX + 100
     for _ in range(2 * READ_COUNT_MAX):
         run.send("mallory", 2, constant(1.0), digest="0" * 32)
     run.live("a")

@@ -19,7 +19,7 @@ from archipelago.broker.commits import Image
 from archipelago.broker.config import OuterConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.full_state import PARAMETERS, FullState
-from archipelago.broker.messages import Books, Evaluation
+from archipelago.broker.messages import Counters, Evaluation
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from tests import samples
@@ -27,7 +27,7 @@ from tests.failing import failing
 from tests.samples import plain
 
 EVALUATION = Evaluation(4, 312, 40_000, 1.75e9, 2.25)
-BOOKS = Books(published=5, published_tokens=500, merged=2, merged_tokens=200, refused=1, refused_tokens=100)
+COUNTERS = Counters(published=5, published_tokens=500, merged=2, merged_tokens=200, refused=1, refused_tokens=100)
 ROOT = Path(__file__).parents[2]
 
 
@@ -54,7 +54,7 @@ def image(number: int = 1, *versions: int) -> Image:
         number=number,
         fragments=samples.image(manifest, [], noise=b"").fragments,
         state=json.dumps({"closed": number, "of": "ünïcode \ud800"}),
-        books=BOOKS,
+        counters=COUNTERS,
         cursors={"3": (0, 7), "11": (2, 0)},
         tape=tuple(samples.commit([], round_number=t).tape for t in (1, 3)),
         evaluations=(EVALUATION, replace(EVALUATION, bits_per_byte=0.1 + 0.2)),
@@ -67,7 +67,7 @@ def image(number: int = 1, *versions: int) -> Image:
 
 def bare(number: int = 1) -> Image:
     """Return the image of a run without rounds."""
-    return replace(image(number), state="", books=Books(), cursors={}, tape=(), evaluations=(), pending=())
+    return replace(image(number), state="", counters=Counters(), cursors={}, tape=(), evaluations=(), pending=())
 
 
 def saved(folder: Path, *images: Image, keep: int = 3) -> CheckpointStore:

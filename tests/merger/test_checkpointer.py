@@ -14,8 +14,8 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import Transport
 from archipelago.merger import record
-from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
+from archipelago.merger.executor import at_once
 from archipelago.merger.record import Recorder
 from archipelago.merger.retention import ENTRY_BYTES
 from archipelago.merger.service import Merger

@@ -16,8 +16,8 @@ from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.full_state import PARAMETERS, Compaction
 from archipelago.broker.wire import digest_of, newest
 from archipelago.merger import outer, round_merge
-from archipelago.merger.beside import Spawn, T, at_once
 from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, full_state, state_bytes
+from archipelago.merger.executor import Spawn, T, at_once
 from archipelago.merger.service import Merger
 from tests import samples
 from tests.failing import failing
@@ -114,10 +114,10 @@ def test_compactions_write_fewer_bytes_than_rounds_whose_entries_they_free() -> 
 def slow(run: MergerRun, spawn: Any) -> Merger:
     """Return a merger whose compactions are uploaded by `spawn`."""
 
-    def beside(kind: str, threads: int = 1) -> Spawn:
+    def executor(kind: str, threads: int = 1) -> Spawn:
         return spawn if kind == "compaction" else at_once
 
-    return run.merger(beside=beside)
+    return run.merger(executor=executor)
 
 
 def test_a_commit_carries_the_full_state_before_a_difference_is_lost() -> None:

@@ -15,7 +15,7 @@ from archipelago.broker.messages import RoundMember
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.merger import merge_rules
-from archipelago.merger.beside import BusyTime
+from archipelago.merger.executor import BusyTime
 from archipelago.merger.service import Merger
 from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
 from archipelago.ops.experiments.virtual_time import VirtualClock
@@ -89,17 +89,17 @@ def test_the_rounds_of_a_merger_have_metrics_and_curve_points() -> None:
     assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
     assert not {"round", "live_islands", "open_seconds", "round_age_seconds"} & set(found), "a standby knows no more"
     run.play(started(merger), 1, 2, 3)
-    shown, books, tape = scraped(registry), run.transport.reader.books(), run.transport.reader.tape(10)
+    shown, counters, tape = scraped(registry), run.transport.reader.counters(), run.transport.reader.tape(10)
     assert (shown["serving"], shown["epoch"], shown["round"], shown["rounds_total"]) == (1, merger.epoch, 3, 3)
-    assert (shown["live_islands"], shown["merged_contributions_total"]) == (2, books.merged)
-    assert shown["merged_tokens_total"] == books.merged_tokens / 2
-    assert shown["received_bytes_total"] == books.bytes_up
+    assert (shown["live_islands"], shown["merged_contributions_total"]) == (2, counters.merged)
+    assert shown["merged_tokens_total"] == counters.merged_tokens / 2
+    assert shown["received_bytes_total"] == counters.bytes_up
     assert drawn.points == [(entry.round, values(entry, BITS)) for entry in tape]
     run.clock.now += 4.0
     assert scraped(registry)["round_age_seconds"] == 4.0
     run.send("a", 4, constant(float("nan")))
     merger.turn(0.0)
-    assert scraped(registry)["refused_contributions_total"] == run.transport.reader.books().refused == 1
+    assert scraped(registry)["refused_contributions_total"] == run.transport.reader.counters().refused == 1
 
 
 @pytest.mark.parametrize("is_slow", [True, False])

@@ -1,4 +1,4 @@
-"""Bad contributions in any mix: the books balance, each is merged at most once, and false claims end nothing."""
+"""Bad contributions in any mix: the counters balance, each is merged at most once, and false claims end nothing."""
 
 from __future__ import annotations
 

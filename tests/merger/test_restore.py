@@ -228,7 +228,7 @@ def test_refusals_outlive_a_damaged_state() -> None:
     run.merger(store=store)
     run.send("a", 1, values(1), steps=1, tokens=10**9)
     run.merger(store=store).turn(0.0)
-    assert run.transport.reader.books().refused == 2
+    assert run.transport.reader.counters().refused == 2
 
 
 def test_what_another_merger_writes_while_one_loads_is_no_damage() -> None:

@@ -13,7 +13,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Snapshot
 from archipelago.broker.wire import digest
 from archipelago.merger import spectra
-from archipelago.merger.beside import Spawn, at_once
+from archipelago.merger.executor import Spawn, at_once
 from archipelago.merger.round_merge import Addend
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.merger.weights import path
@@ -226,7 +226,7 @@ def overlapped(fault: tuple[str, int, str] | None = None) -> tuple[MergerRun, Fa
     """Play four rounds, two in each turn. One write may fail, and the merger then loads the run again."""
     run = MergerRun(quorum=2)
     faulty = run.faulty(*([fault] if fault else []))
-    merger = run.merger(transport=faulty, beside=lazily)
+    merger = run.merger(transport=faulty, executor=lazily)
     for first in (1, 3):
         send_two(run, first)
         try:
@@ -245,7 +245,7 @@ def test_a_round_is_merged_before_the_commit_of_the_one_before_has_ended() -> No
         if name == "commit":
             waiting.append(merger.inbox.waiting_fragments())
 
-    merger = run.merger(transport=run.faulty(before=note), beside=lazily)
+    merger = run.merger(transport=run.faulty(before=note), executor=lazily)
     send_two(run, 1)
     assert merger.turn(0.0)
     assert waiting == [set(), set()], "the second round was not taken up before the first commit"

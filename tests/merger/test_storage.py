@@ -13,7 +13,7 @@ from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunErr
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.merger import record
-from archipelago.merger.beside import at_once
+from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder

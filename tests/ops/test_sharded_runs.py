@@ -73,11 +73,11 @@ def test_status_shows_all_shards_and_which_fragments_stand_still(
     url: str, demo: VirtualRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = printed(capsys, "status", url)
-    books = demo.transport.reader.books()
+    counters = demo.transport.reader.counters()
     assert found["rounds"] == newest_round(demo)
     assert (found["fragments"], found["shards"]) == (6, [list(mine) for mine in demo.manifest.shard_layout.fragments])
-    assert (found["books"]["published"], found["books"]["merged"]) == (books.published, books.merged)
-    assert books.merged > demo.mergers[0].transport.reader.books().merged
+    assert (found["counters"]["published"], found["counters"]["merged"]) == (counters.published, counters.merged)
+    assert counters.merged > demo.mergers[0].transport.reader.counters().merged
     assert found["balanced"]
     assert [shard["holder"] for shard in found["merger"]["shards"]] == ["one", ""]
     (problem,) = [each for each in found["problems"] if each["code"] == "shard.no-merger"]
@@ -184,8 +184,8 @@ def test_status_shows_the_shards_that_answer(
     assert found["unreachable"] == {"1": "the node does not answer"}
     assert "shard.no-merger" not in {each["code"] for each in found["problems"]}
     assert [shard["is_away"] for shard in found["merger"]["shards"]] == [False, True]
-    own = demo.mergers[0].transport.reader.books()
-    assert (found["books"]["published"], found["books"]["merged"]) == (own.published, own.merged)
+    own = demo.mergers[0].transport.reader.counters()
+    assert (found["counters"]["published"], found["counters"]["merged"]) == (own.published, own.merged)
     assert found["balanced"]
     assert (found["known"], found["fragments"]) == (2, 6)
     text = " ".join(shown_by_status(run, monkeypatch, capsys).split())
@@ -199,7 +199,7 @@ def test_the_accounts_of_tokens_are_those_of_the_other_fragments(demo: VirtualRu
     view = observe(whole(run, demo.manifest, for_display=True), demo.manifest)
     assert view.unreachable
     assert view.tokens_trained == whole_view.tokens_trained
-    own = demo.mergers[0].transport.reader.books()
+    own = demo.mergers[0].transport.reader.counters()
     assert view.tokens_merged == own.merged_tokens // len(demo.manifest.shard_layout.fragments[0])
     assert view.tokens_lost < view.tokens_trained // 4
 
@@ -208,7 +208,7 @@ def test_what_decides_needs_all_shards_and_what_is_shown_needs_shard_0(
     demo: VirtualRun, run: Cut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = whole(run, demo.manifest).reader
-    for read in (strict.books, strict.merger_state, strict.heads, lambda: strict.tape(5)):
+    for read in (strict.counters, strict.merger_state, strict.heads, lambda: strict.tape(5)):
         with failing(UnreachableError):
             read()
     with failing(UnreachableError):

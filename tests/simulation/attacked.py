@@ -56,8 +56,8 @@ class HostileInvariants(Invariants):
     def _check_resumes(self, run: Any) -> None:
         """The attacker forges these events."""
 
-    def _check_books(self, books: Mapping[str, int], waiting: Sequence[Contribution]) -> None:
-        """The attacker deletes the books, and fewer tokens are counted than it claims."""
+    def _check_counters(self, counters: Mapping[str, int], waiting: Sequence[Contribution]) -> None:
+        """The attacker deletes the counters, and fewer tokens are counted than it claims."""
 
     def _check_passes(self, passes: Mapping[str, int]) -> None:
         """A claim moves a cursor by what the attacker can have read, so only the other ranges must stay even."""

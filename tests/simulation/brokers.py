@@ -28,7 +28,7 @@ from archipelago.broker.commits import START, entry_name
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.memory.state import MemoryEntry, MemoryRun, key_of
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Books, Event, Snapshot, TapeEntry, from_fields
+from archipelago.broker.messages import Counters, Event, Snapshot, TapeEntry, from_fields
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.ranges import holder_in
 from archipelago.broker.redis.client import fake_client
@@ -172,8 +172,8 @@ class RedisRun:
     """
 
     _PARTS = (
-        "exists", "tape", "events", "books", "fragments", "heads", "updates", "kept", "cursors", "control", "islands",
-        "holders", "differences", "outer", "state",
+        "exists", "tape", "events", "counters", "fragments", "heads", "updates", "kept", "cursors", "control",
+        "islands", "holders", "differences", "outer", "state",
     )  # fmt: skip
 
     def __init__(self, transport: RedisTransport, clock: VirtualClock) -> None:
@@ -208,12 +208,12 @@ class RedisRun:
         return self.events[-1][0] + 1 if self.events else 0
 
     @cached_property
-    def books(self) -> dict[str, int]:
-        counts, _ = counts_in(text_fields(self._client.hgetall(self._keys.books)))
-        return asdict(Books(**counts))
+    def counters(self) -> dict[str, int]:
+        counts, _ = counts_in(text_fields(self._client.hgetall(self._keys.counters)))
+        return asdict(Counters(**counts))
 
-    def accounts(self) -> Books:
-        return self.transport.reader.books()
+    def accounts(self) -> Counters:
+        return self.transport.reader.counters()
 
     @cached_property
     def fragments(self) -> dict[int, tuple[Snapshot, bytes]]:

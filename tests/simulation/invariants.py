@@ -1,4 +1,4 @@
-"""The invariants of each shard, checked after every event: books, tape, fencing, snapshots, kept entries and data."""
+"""The invariants of each shard, checked after every event: counters, tape, fences, snapshots, kept entries, data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from archipelago.broker.commits import Delivery, Image
 from archipelago.broker.control import is_expelled
 from archipelago.broker.full_state import joined
 from archipelago.broker.messages import (
-    Books,
     Call,
     Contribution,
+    Counters,
     Refusal,
     Resume,
     RoundMember,
@@ -69,7 +69,7 @@ Key = tuple[str, int]
 class Invariants:
     """Observes what the broker does with one shard and asserts what must hold.
 
-    A shard closes the rounds of its own fragments. Its epochs, books and sequence numbers are those of no other shard.
+    A shard closes the rounds of its own fragments. Its epochs, counters and sequence numbers are its own.
     All shards merge the same text, and islands lease it by the cursors of shard 0. If an island dies after it has sent
     to another shard and not to that one, its text is read again. So only shard 0 merges no text twice.
     """
@@ -108,7 +108,7 @@ class Invariants:
         self.losses += 1
         self.acknowledged.clear()
         self.merged: set[str] = set()
-        accounts = run.accounts() if run else Books()
+        accounts = run.accounts() if run else Counters()
         self.accepted, self.accepted_tokens = accounts.published, accounts.published_tokens
         self.tokens: Counter[tuple[str, int]] = Counter()
         self.uncovered: deque[tuple[int, list[str]]] = deque()
@@ -181,7 +181,7 @@ class Invariants:
             return
         waiting = [entry.contribution for entry in run.updates.values()]
         self._read_tape(run)
-        self._check_books(run.books, waiting)
+        self._check_counters(run.counters, waiting)
         self._check_kept(run)
         self._check_log(run)
         self._check_resumes(run)
@@ -197,11 +197,11 @@ class Invariants:
         is_even = max(passes.values()) - min(passes.values()) <= 2 + self.has_taken
         assert self.simulation.losses or is_even, f"passes {passes}"
 
-    def _check_books(self, books: Mapping[str, int], waiting: Sequence[Contribution]) -> None:
+    def _check_counters(self, counters: Mapping[str, int], waiting: Sequence[Contribution]) -> None:
         """Check that every accepted contribution and token is counted once."""
-        assert self.accepted == books["merged"] + books["refused"] + len(waiting), (books, len(waiting))
+        assert self.accepted == counters["merged"] + counters["refused"] + len(waiting), (counters, len(waiting))
         pending = sum(contribution.tokens for contribution in waiting)
-        assert self.accepted_tokens == books["merged_tokens"] + books["refused_tokens"] + pending, books
+        assert self.accepted_tokens == counters["merged_tokens"] + counters["refused_tokens"] + pending, counters
 
     def _read_tape(self, run: Any, again: bool = False) -> None:
         for entry in run.tape[self._known(run) :]:

@@ -16,7 +16,7 @@ from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
-from archipelago.merger.beside import at_once
+from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from tests.simulation.arithmetic import walk
 from tests.simulation.disks import IslandDisk, Jobs, folder_on
@@ -80,7 +80,7 @@ class MergerProcess(Process):
             live_poll_seconds=0.5,
             checkpointer=checkpointer,
             wall=simulation.clock,
-            beside=lambda kind, threads=1: self.jobs.submit if kind == "compaction" else at_once,
+            executor=lambda kind, threads=1: self.jobs.submit if kind == "compaction" else at_once,
         )
         self.loaded = False
 

@@ -518,12 +518,12 @@ class Simulation:
             each.check()
 
     def check_sums(self) -> None:
-        """Assert that readers of the whole run see the books and the rounds of all shards."""
+        """Assert that readers of the whole run see the counters and the rounds of all shards."""
         reader = whole(self.broker.connect(RUN), self.manifest).reader
-        books, tape = reader.books(), reader.tape(1 << 20)
+        counters, tape = reader.counters(), reader.tape(1 << 20)
         runs = [each.run for each in self.invariants]
-        assert books.published == books.merged + books.refused + sum(len(run.updates) for run in runs)
-        assert books.merged == sum(run.books["merged"] for run in runs)
+        assert counters.published == counters.merged + counters.refused + sum(len(run.updates) for run in runs)
+        assert counters.merged == sum(run.counters["merged"] for run in runs)
         assert len(tape) == sum(len(run.tape) for run in runs)
         for p, head in enumerate(reader.heads()):
             versions = [entry.version for entry in tape if entry.fragment == p]

@@ -79,7 +79,7 @@ function write() {
   $("state").dataset.mood = page.state.mood;
   put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments${run.shards?.length ? ` and ${run.shards.length} shards` : ""} · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
   writeTiles(run);
-  writeBooks(page.books);
+  writeCounters(page.counters);
   writeLanes(page.islands);
   writeEvents(page.events);
   put("serving", page.serving);
@@ -133,16 +133,16 @@ function writeTiles(run) {
   put("memory-sub", limit ? `of ${size(limit)}, ${(100 * used / limit).toFixed(0)} %` : used ? "no limit is set" : "this server does not report it");
 }
 
-function writeBooks(books) {
-  const { balanced } = books;
+function writeCounters(counters) {
+  const { balanced } = counters;
   put("balance", balanced ? "balanced" : "not balanced");
   $("balance").dataset.mood = balanced ? "good" : "bad";
   for (const name of ["published", "merged", "refused", "pending"]) {
-    const [contributions, tokens] = books[name];
+    const [contributions, tokens] = counters[name];
     put(`b-${name}`, count(contributions));
     put(`t-${name}`, short(tokens));
   }
-  put("books-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending contributions; tokens count once for each fragment`);
+  put("counters-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending contributions; tokens count once for each fragment`);
 }
 
 // -- islands -----------------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_nothing_points_to_an_upload_whose_chunks_are_gone(transport: RedisTrans
     assert transport.reader.fragment(0)[0].version == 0
 
 
-@pytest.mark.parametrize("kind", ["books", "tape", "snapshots", "data"])
+@pytest.mark.parametrize("kind", ["counters", "tape", "snapshots", "data"])
 def test_a_key_of_another_type_is_replaced_by_what_a_commit_writes(
     transport: RedisTransport, raw: Any, epoch: int, kind: str
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_key_of_another_type_is_replaced_by_what_a_commit_writes(
     with failing(BrokerError, code="broker.damaged"):  # the merger loads the run again
         transport.merger.commit(epoch, samples.commit([], cursors={"0": (0, 5)}, counts={"merged": 3}))
     reader = transport.reader
-    assert (len(reader.tape(9)), reader.cursors(), reader.books().merged) == (1, {"0": (0, 5)}, 3)
+    assert (len(reader.tape(9)), reader.cursors(), reader.counters().merged) == (1, {"0": (0, 5)}, 3)
     assert len(reader.events(START, 0.0)) == 1
 
 
@@ -244,8 +244,8 @@ def test_a_flooded_stream_is_counted_and_not_read(transport: RedisTransport, raw
             pipe.xadd(Keys(transport.run).updates("mallory"), {"x": "1"})
         pipe.execute()
     before = raw.info("stats")["total_net_output_bytes"]
-    books = transport.reader.books()
-    assert (books.published, books.published_tokens) == (FLOOD_ENTRIES + 2, 100)
+    counters = transport.reader.counters()
+    assert (counters.published, counters.published_tokens) == (FLOOD_ENTRIES + 2, 100)
     assert raw.info("stats")["total_net_output_bytes"] - before < 10 * FLOOD_ENTRIES, "the entries were read"
     assert transport.reader.backlog() == FLOOD_ENTRIES + 2
 
@@ -260,7 +260,7 @@ def test_a_heartbeat_that_is_far_too_large_is_not_read(transport: RedisTransport
     for _ in range(3):  # it may be read once, because its size is asked for along with it
         before = raw.info("stats")["total_net_output_bytes"]
         names = [presence.heartbeat.island for presence in transport.reader.presences()]
-        transport.reader.books()
+        transport.reader.counters()
         found.append((names, raw.info("stats")["total_net_output_bytes"] - before < 1 << 20))
     assert found[1:] == [(["a"], True)] * 2
     transport.island.heartbeat(samples.heartbeat("mallory"))

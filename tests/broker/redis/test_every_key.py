@@ -59,7 +59,7 @@ KEYS: Final = {
     "m:d0[.]2[.].*": "with the run; expires once a compaction covers it",
     "data": "with the run",
     "state": "with the run",
-    "books": "with the run",
+    "counters": "with the run",
     "epoch": "with the run",
     "lease": "expires",
     "standbys": "expires",

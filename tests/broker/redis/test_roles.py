@@ -27,14 +27,15 @@ PLACES = {
     "other heartbeat": KEYS.island("bergen"),
     "similar stream": f"{TAG}:updates:{NAME}2", "similar chunk": f"{TAG}:c:{NAME}2:1.0:0",
     "merger chunk": f"{TAG}:m:f0.1:0", "snapshots": KEYS.snapshots, "tape": KEYS.tape, "state": KEYS.state,
-    "books": KEYS.books, "fragment": KEYS.fragment(0), "difference": KEYS.difference(0, 1), "outer": KEYS.outer(0),
+    "counters": KEYS.counters, "fragment": KEYS.fragment(0), "difference": KEYS.difference(0, 1),
+    "outer": KEYS.outer(0),
     "kept": KEYS.kept("a/1-0"),
     "lease": KEYS.lease, "epoch": KEYS.epoch, "manifest": KEYS.manifest, "members": KEYS.members, "data": KEYS.data,
     "control": KEYS.control, "notes": KEYS.notes, "evaluations": KEYS.evaluations, "evaluator": KEYS.evaluator,
     "own notes": f"{TAG}:notes:{NAME}", "own evaluations": f"{TAG}:evaluations:{NAME}",
     "other notes": f"{TAG}:notes:bergen", "other evaluations": f"{TAG}:evaluations:bergen",
     "islands": f"{TAG}:islands",
-    "registry": REGISTRY, "other run": Keys("other").books, "similar run": Keys("demo2").books, "own key": "mine",
+    "registry": REGISTRY, "other run": Keys("other").counters, "similar run": Keys("demo2").counters, "own key": "mine",
 }  # fmt: skip
 WRITES = (
     "SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST", "RENAME", "HSET", "HSETNX", "HDEL", "HINCRBY", "SADD",
@@ -63,8 +64,8 @@ SERVER_COMMANDS = [
     ("DEBUG", "SLEEP", "0"), ("CLIENT", "KILL", "TYPE", "normal"), ("CLIENT", "LIST"), ("MONITOR",), ("SAVE",),
     ("BGREWRITEAOF",), ("REPLICAOF", "a", "1"), ("SWAPDB", "0", "1"), ("FUNCTION", "FLUSH"), ("SCRIPT", "FLUSH"),
     ("PUBLISH", "a", "b"), ("SUBSCRIBE", "a"), ("COPY", "a", "b"), ("SORT", "a"), ("SELECT", "1"),
-    ("MOVE", KEYS.books, "1"), ("RENAME", KEYS.books, "a"), ("MIGRATE", "h", "1", KEYS.books, "0", "1"),
-    ("DUMP", KEYS.books), ("OBJECT", "FREQ", KEYS.books), ("MEMORY", "DOCTOR"), ("LATENCY", "RESET"),
+    ("MOVE", KEYS.counters, "1"), ("RENAME", KEYS.counters, "a"), ("MIGRATE", "h", "1", KEYS.counters, "0", "1"),
+    ("DUMP", KEYS.counters), ("OBJECT", "FREQ", KEYS.counters), ("MEMORY", "DOCTOR"), ("LATENCY", "RESET"),
     ("WAIT", "1", "1"), ("READONLY",),
 ]  # fmt: skip
 
@@ -113,7 +114,7 @@ def test_each_role_may_write_what_the_table_says_and_reads_its_run(place: Place,
         is_own = where not in ("other run", "similar run", "own key")
         for command in ("GET", "HGETALL", "XRANGE", "EXISTS", "XREAD"):
             assert may(*roles.example(command, key)) == is_own, (where, command)
-    other_shard = Keys("demo", 1).books
+    other_shard = Keys("demo", 1).counters
     assert not any(may(*roles.example(command, other_shard)) for command in ("HGETALL", *WRITES))
 
 
@@ -121,7 +122,7 @@ def test_each_role_may_write_what_the_table_says_and_reads_its_run(place: Place,
 def test_no_role_may_administer_the_server_or_touch_other_runs(place: Place, role: Role) -> None:
     may = member(place, role, version(place))
     assert not [command for command in SERVER_COMMANDS if may(*command)]
-    for key in ("mine", Keys("other").books, Keys("demo2").books):
+    for key in ("mine", Keys("other").counters, Keys("demo2").counters):
         assert not any(may(*roles.example(command, key)) for command in WRITES)
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from archipelago.broker.errors import BrokerError, UnreachableError
-from archipelago.broker.messages import Books
+from archipelago.broker.messages import Counters
 from archipelago.broker.shards.reader import RETRY_SECONDS, DisplayReader
 from archipelago.broker.transport import MergerStatus, ReaderClient
 from tests import samples
@@ -31,9 +31,9 @@ class Shard:
         if self.error is not None:
             raise self.error
 
-    def books(self) -> Books:
+    def counters(self) -> Counters:
         self._call()
-        return Books(merged=self.merged)
+        return Counters(merged=self.merged)
 
     def merger_status(self) -> MergerStatus:
         self._call()
@@ -75,7 +75,7 @@ class Reading:
         self.attempts.clear()
 
     def merged(self) -> int:
-        return self.reader.books().merged
+        return self.reader.counters().merged
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_all_shards_are_asked_at_the_same_time() -> None:
 
     both = threading.Barrier(2)
     readers = [cast(ReaderClient, Waiting(1)), cast(ReaderClient, Waiting(20))]
-    assert DisplayReader(readers, MANIFEST, patience_seconds=60.0).books().merged == 21
+    assert DisplayReader(readers, MANIFEST, patience_seconds=60.0).counters().merged == 21
 
 
 def test_shard_0_writes_and_parameters_need_an_answer(away: Reading) -> None:

@@ -64,7 +64,7 @@ def test_the_splits_have_whole_files_of_every_part_of_a_folder(tmp_path: Path) -
 
 def test_a_few_files_are_held_out_in_blocks(tmp_path: Path) -> None:
     parts = {f"{k}.txt": "".join(f"{k} of {n}, {n * n % 91}\n\n" for n in range(40_000)) for k in "ab"}
-    opened = prepare_text(folder_of(tmp_path / "books", parts), "mine")
+    opened = prepare_text(folder_of(tmp_path / "counters", parts), "mine")
     reading = opened.reading
     assert reading is not None
     assert (reading.files, reading.limit) == (2, 64 << 10)

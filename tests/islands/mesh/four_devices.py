@@ -150,7 +150,7 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     for _ in range(6):
         run.play(four, 1)
         run.play(one, 1)
-    assert run.connect().reader.books().refused == 0
+    assert run.connect().reader.counters().refused == 0
     assert one.totals.tokens == 6 * 2 * 8
     # and the other way round
     square = run.island(SQUARE, "square")

@@ -51,7 +51,7 @@ def merged_after(params: Any) -> Values:
         assert leaf.sharding.is_equivalent_to(params[name].sharding, leaf.ndim), name
         assert getattr(leaf.sharding, "mesh", None) == getattr(params[name].sharding, "mesh", None), name
         assert leaf.dtype == params[name].dtype
-    assert run.transport.reader.books().refused == 0
+    assert run.transport.reader.counters().refused == 0
     return run.merged()
 
 

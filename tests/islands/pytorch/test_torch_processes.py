@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.messages import Books
+from archipelago.broker.messages import Counters
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import start_server
@@ -36,10 +36,10 @@ SCENARIOS = {"bits": None, "refused": None, "replicated": 4, "island": 13, "stop
 
 @dataclass(frozen=True)
 class Played:
-    """What each process found in a scenario, and the last books and heartbeats of its run."""
+    """What each process found in a scenario, and the last counters and heartbeats of its run."""
 
     found: list[dict[str, Any]]
-    books: Books = field(default_factory=Books)
+    counters: Counters = field(default_factory=Counters)
     beats: Sequence[Presence] = ()
 
     @property
@@ -65,8 +65,8 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
             until(lambda: reader.uid() or process.poll() is not None, f"the run {scenario}")
             with served(server.url, scenario):
                 said = found(scenario)
-                until(lambda: reader.books().merged >= least, f"the contributions of {scenario}")
-            return Played(said, reader.books(), reader.presences())
+                until(lambda: reader.counters().merged >= least, f"the contributions of {scenario}")
+            return Played(said, reader.counters(), reader.presences())
 
         try:
             out = {
@@ -104,7 +104,7 @@ def test_data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -
     leader, other = run.found
     assert leader == other, "clock, parameters and moments"
     assert leader["step"] >= 120
-    assert run.books.refused == 0
+    assert run.counters.refused == 0
     assert run.islands <= {"both"}
 
 
@@ -120,7 +120,7 @@ def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[
     assert other["has_moments"]
     assert leader["steps"] == other["steps"]
     assert min(leader["steps"]) > 0
-    assert run.books.refused == 0
+    assert run.counters.refused == 0
     assert run.islands <= {"both", "again", "alone"}
 
 
@@ -132,7 +132,7 @@ def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played:
         assert (leader["steps"], leader["status"]) == (31, status)
         assert leader["finished"]
         assert beat.heartbeat.state == "left"
-        assert run.books.published > 0
+        assert run.counters.published > 0
         assert beat.heartbeat.tokens_unsent == 0
 
 

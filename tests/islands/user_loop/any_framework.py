@@ -37,7 +37,7 @@ from archipelago.islands.sync.heartbeat import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.user_loop.new_run import first_snapshots
 from archipelago.islands.user_loop.session import Session
-from archipelago.merger.beside import at_once
+from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from tests.harness.played import Connect, PlayedRun

@@ -48,10 +48,10 @@ def test_an_invited_script_trains_and_a_merger_of_the_run_takes_its_work(
 
         def merged() -> bool:
             merger.turn(0.01)
-            return admin.reader.books().merged >= 5
+            return admin.reader.counters().merged >= 5
 
         until(merged, "the work of the invited island to be merged")
-        assert admin.reader.books().refused == 0
+        assert admin.reader.counters().refused == 0
     finally:
         serving.close()
         for user in admin.connection.redis.acl_users():

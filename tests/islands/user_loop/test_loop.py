@@ -29,7 +29,7 @@ from tests.islands.user_loop.own_runs import OwnIsland, OwnRun, trained, tree
 def test_one_island_moves_the_run_by_its_own_steps(framework: Framework) -> None:
     run = framework.run()
     run.island().train(16)
-    assert run.transport.reader.books().merged == run.merger.state.closed >= 6
+    assert run.transport.reader.counters().merged == run.merger.state.closed >= 6
     for name, merged in run.merged().items():
         moved = (run.first[name] - merged) / STEP
         assert np.ptp(moved) == 0.0, name
@@ -44,7 +44,7 @@ def test_two_islands_follow_the_run(framework: Framework) -> None:
         other.train(by=2 * STEP)
     assert min(count.version for count in one.loop.ledger.counts) >= 4
     require_close_versions(one, other)
-    assert run.transport.reader.books().refused == 0
+    assert run.transport.reader.counters().refused == 0
 
 
 def require_close_versions(one: LoopIsland, other: LoopIsland) -> None:
@@ -76,7 +76,7 @@ def test_nothing_that_is_not_finite_is_sent(framework: Framework, codec: Any, va
             island.turn()
     assert repr(spoilt) in caught.value.what
     assert all(np.isfinite(merged).all() for merged in run.merged().values())
-    assert run.transport.reader.books().refused == 0
+    assert run.transport.reader.counters().refused == 0
 
 
 def test_nan_is_noticed_although_nothing_can_be_sent(framework: Framework) -> None:
@@ -123,13 +123,13 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back(
         other.train()
     assert run.merger.live == {"b"}
     assert [getattr(record, "code", "") for record in caplog.records].count("island.stalled") == 1
-    before = run.transport.reader.books().merged
+    before = run.transport.reader.counters().merged
     for _ in range(6):
         island.train()
         other.train()
     assert run.merger.live == {"a", "b"}
     require_close_versions(island, other)
-    assert run.transport.reader.books().merged > before
+    assert run.transport.reader.counters().merged > before
     assert island.loop.speed.step_seconds < STALL_SECONDS
 
 
@@ -194,7 +194,7 @@ def test_numpy_leaves_may_be_changed_in_place_after_a_sync() -> None:
             layer["kernel"] -= np.float32(0.125)
         params = jax.tree.map(np.array, island.sync(params))
     assert run.merger.state.closed >= 4
-    assert run.transport.reader.books().refused == 0
+    assert run.transport.reader.counters().refused == 0
     moved = (np.asarray(tree()["layers"][0]["kernel"]) - np.asarray(run.merged()["layers.0.kernel"])) / 0.125
     assert moved.flat[0] in range(8, 13), "every step counts once"
 
@@ -248,7 +248,7 @@ def test_calls_of_two_minutes_are_waited_for(steps: int) -> None:
             assert call < 3 or "slow" in run.merger.live
         sync(slow)
     assert slow.loop.speed.step_seconds * steps == pytest.approx(120.0)
-    assert run.transport.reader.books().refused == 0
+    assert run.transport.reader.counters().refused == 0
     assert any(member.island == "slow" for entry in run.transport.reader.tape(100) for member in entry.members)
 
 

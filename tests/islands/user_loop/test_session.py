@@ -37,8 +37,8 @@ def made(url: str) -> str:
     return url
 
 
-def books_of(url: str) -> Any:
-    return connect(url, "own").reader.books()
+def counters_of(url: str) -> Any:
+    return connect(url, "own").reader.counters()
 
 
 def left_because(url: str) -> list[str]:
@@ -112,7 +112,7 @@ def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(framework: Fr
         with failing(ConfigError, "loop.left"):
             script.sync()
     assert caught == ["loop.other-thread"] * 2
-    assert books_of(url).published == 2, "nothing was lost"
+    assert counters_of(url).published == 2, "nothing was lost"
     with failing(ConfigError, "loop.left"):
         framework.join(url).sync()
     with failing(ConfigError, "loop.left"), script:
@@ -144,9 +144,9 @@ def test_what_is_no_number_is_one_error_and_nothing_is_lost(framework: Framework
                 for loss in (np.float32(2.0), array([1.0, 1.0]), 1, np.ones(3), array(1)):
                     script.sync(tokens=tokens, loss=loss)
             assert script.loop.totals.tokens == before + 4 * 5 * 3
-        books = merger.transport.reader.books()
-    assert books.refused == 0
-    assert books.published >= 2
+        counters = merger.transport.reader.counters()
+    assert counters.refused == 0
+    assert counters.published >= 2
 
 
 def test_a_newcomer_takes_the_state_of_a_peer(framework: Framework, url: str, until: Until) -> None:
@@ -233,8 +233,8 @@ def test_an_island_stays_until_the_last_contributions_of_the_run_are_merged(
     with served(url, linger_seconds=0.3):
         with join(url, "own", tree(), island="a") as run:
             train(run)
-        books = books_of(url)
-        assert books.merged == books.published > 0
+        counters = counters_of(url)
+        assert counters.merged == counters.published > 0
     assert "run.few-syncs" in codes()
     assert "island.not-merged" not in codes()
     assert create(url, "unserved", tree(), sync=SYNC, steps=8)
@@ -250,7 +250,7 @@ def test_an_exception_is_said_and_sends_nothing(made: str) -> None:
     with pytest.raises(ValueError, match="my bug"), join(made, "own", tree(), island="a") as run:
         run.sync(trained(run.params))
         raise ValueError("my bug")
-    assert books_of(made).published == 0
+    assert counters_of(made).published == 0
     assert "my bug" in left_because(made)[0]
     with join(made, "own", tree(), island="a"):
         pass
@@ -269,14 +269,14 @@ def test_an_interrupted_sync_sends_nothing(made: str, monkeypatch: pytest.Monkey
         with failing(ConfigError, "loop.left"):
             run.sync(trained(run.params))
         raise KeyboardInterrupt
-    assert books_of(made).published == 0
+    assert counters_of(made).published == 0
 
 
 def test_progress_that_was_donated_is_not_sent(made: str) -> None:
     with join(made, "own", tree(), island="a") as run:
         params = run.sync(trained(run.params))
         jax.tree.map(lambda x: x.delete(), params)
-    assert books_of(made).published == 0
+    assert counters_of(made).published == 0
 
 
 def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
@@ -296,7 +296,7 @@ def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
         assert ended.value.code == 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert books_of(made).published >= 4
+    assert counters_of(made).published >= 4
 
 
 @pytest.mark.parametrize("rule", ["overwrite", pytest.param("carry", marks=pytest.mark.full)])

@@ -98,7 +98,7 @@ def test_a_frozen_leaf_that_the_last_steps_changed_is_an_error_at_the_end(made: 
         for _ in range(1 + syncs):
             params = run.sync(params)
     assert "base.kernel" in caught.value.what
-    assert connect(made, "own").reader.books().published <= syncs, "the newest progress is not sent"
+    assert connect(made, "own").reader.counters().published <= syncs, "the newest progress is not sent"
     (note,) = [note for note in connect(made, "own").reader.notes(10) if note.kind == "left"]
     assert "base.kernel" in note.text
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
-from archipelago.broker.messages import Books
+from archipelago.broker.messages import Counters
 from archipelago.ops.chaos import injection
 from archipelago.ops.chaos import main as chaos
 from archipelago.ops.chaos.figures import Figures
@@ -169,7 +169,7 @@ def test_a_storm_is_followed_by_the_same_run_without_faults(played: Played, tmp_
 
 
 def test_a_broken_invariant_is_in_the_exit_status(played: Played) -> None:
-    played.record = replace(storm(), books=Books())
+    played.record = replace(storm(), counters=Counters())
     assert main(ChaosOptions(islands=2, undisturbed=False)) == BROKEN
 
 

@@ -108,7 +108,7 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     )  # fmt: skip
     assert page["state"]["word"] == "training"
     assert [(i["name"], i["strip"], i["participation"]) for i in page["islands"]] == [("a", [0], 1), ("b", [-1], 0)]
-    assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
+    assert {name: page["counters"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
         "published": [3, 300], "merged": [1, 100], "refused": [1, 100], "pending": [1, 100], "balanced": True,
     }  # fmt: skip
     assert page["serving"] == "No merger serves the run.", "this broker does not know its merger"
@@ -164,7 +164,7 @@ def test_health_and_metrics_are_those_of_the_view(client: TestClient, watch: Wat
     assert answer.headers["content-type"] == metrics.CONTENT_TYPE
     found = {s.name: s.value for family in text_string_to_metric_families(answer.text) for s in family.samples}
     view = observe(transport, MANIFEST)
-    assert set(found) <= {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
+    assert set(found) <= {*metrics.RUN, *metrics.COUNTERS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
     assert list(found.values()).count(view.held_out_last) >= 1
     transport.away = {"tape"}
     watch.update()

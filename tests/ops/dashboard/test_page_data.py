@@ -12,7 +12,7 @@ import numpy as np
 
 from archipelago.broker.control import Control
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Books, Note, Pending, Refusal
+from archipelago.broker.messages import Counters, Note, Pending, Refusal
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.islands.running import IslandCollector
@@ -30,7 +30,7 @@ MANIFEST = samples.manifest()
 
 
 def view(**changes: Any) -> RunView:
-    return replace(summarise(MANIFEST, [], [], Books(), Pending(0, 0)), **changes)
+    return replace(summarise(MANIFEST, [], [], Counters(), Pending(0, 0)), **changes)
 
 
 def test_the_state_of_a_run() -> None:
@@ -100,12 +100,12 @@ def test_a_whole_run_is_exported() -> None:
     assert found["archipelago_run_pending_contributions", ""] == 1
     assert found["archipelago_run_published_contributions_total", ""] == 1
     assert found["archipelago_run_pending_tokens", ""] == 100
-    assert found["archipelago_run_books_balanced", ""] == 1
+    assert found["archipelago_run_counters_balanced", ""] == 1
     assert found["archipelago_run_round_age_seconds", ""] == 2.5
     assert found["archipelago_run_memory_used_bytes", ""] == view.memory_bytes > 0
     assert found["archipelago_run_island_live", "quito"] == 1
     assert found["archipelago_run_island_tokens_total", "oslo"] == 1000
-    exported = {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
+    exported = {*metrics.RUN, *metrics.COUNTERS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
     not_known = {"archipelago_run_held_out_loss", "archipelago_run_loss"}  # No evaluation, and no round.
     not_known |= {"archipelago_run_island_score", "archipelago_run_island_weight_factor"}
     assert {name for name, _ in found} == exported - not_known
@@ -113,7 +113,7 @@ def test_a_whole_run_is_exported() -> None:
 
 def is_exported(name: str) -> bool:
     """Return whether a worker or the dashboard exports that metric."""
-    if name in {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}:
+    if name in {*metrics.RUN, *metrics.COUNTERS, metrics.UNFINISHED, *metrics.RUN_ISLAND}:
         return True
     sources = [Path(str(module.__code__.co_filename)) for module in (IslandCollector.collect, RoundMetrics.closed)]
     for kind, source in zip(("island", "merger"), sources, strict=True):

@@ -19,7 +19,7 @@ from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, Run
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ArchipelagoError, MismatchError
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Books, Pending
+from archipelago.broker.messages import Counters, Pending
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
@@ -160,7 +160,7 @@ def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest
 def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> None:
     manifest = samples.manifest()
     silent = [Presence(samples.heartbeat(name), 60.0) for name in ("island-0", "oslo")]
-    view = summarise(manifest, [], silent, Books(), Pending(0, 0), memory=Memory(6, 10))
+    view = summarise(manifest, [], silent, Counters(), Pending(0, 0), memory=Memory(6, 10))
     mine = session(tmp_path)
     mine.manifest = manifest
     assert [(problem.code, problem.who) for problem in LocalRun._problems(mine, view)] == [("island.silent", "oslo")]

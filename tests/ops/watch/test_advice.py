@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from archipelago.broker.control import Control
-from archipelago.broker.messages import Books, Pending, Refusal, TapeEntry
+from archipelago.broker.messages import Counters, Pending, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
@@ -40,7 +40,7 @@ def view(*beats: Presence, tape: Sequence[TapeEntry] = (), **changes: Any) -> Ru
     usual = [Presence(samples.heartbeat(name), 0.5) for name in ("a", "b")]
     presences = {each.heartbeat.island: each for each in (*usual, *beats)}
     found = summarise(
-        MANIFEST, tape or tape_of([2.0]), list(presences.values()), Books(), Pending(0, 0), memory=Memory(6, 10)
+        MANIFEST, tape or tape_of([2.0]), list(presences.values()), Counters(), Pending(0, 0), memory=Memory(6, 10)
     )
     return replace(found, **SERVED | changes)
 

@@ -114,7 +114,7 @@ def restricted(own: RedisServer, raw: Any, *rules: str) -> RedisCheckup:
 
 
 def test_denied_commands_are_found_by_trying_them_without_effect(own: RedisServer, raw: Any) -> None:
-    kept = {"{sample:s0}:lease": "holder", "{sample:s0}:books": "7"}
+    kept = {"{sample:s0}:lease": "holder", "{sample:s0}:counters": "7"}
     raw.mset(kept)
     found = restricted(own, raw, "~*", "+@all", "-xadd", "-eval", "-watch").facts()
     assert set(found.denied) == {"XADD", "EVAL", "WATCH"}

@@ -20,7 +20,7 @@ from archipelago.broker.config import checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Books, Evaluation, Pending
+from archipelago.broker.messages import Counters, Evaluation, Pending
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.merger.checkpoint import CheckpointStore
@@ -142,7 +142,7 @@ def test_a_report_from_a_folder_without_redis(
     assert found["charts"]["held_out"]["loss"] == [8.0, 4.0]
     page = found["page"]
     assert (page["run"]["known"], page["run"]["live"]) == (0, 0), "only Redis knows the islands"
-    assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
+    assert {name: page["counters"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
         "published": [4, 400], "merged": [2, 200], "refused": [1, 100], "pending": [1, 100], "balanced": True,
     }  # fmt: skip
 
@@ -238,7 +238,7 @@ def test_the_commands_name_several_machines_weights_and_steering() -> None:
 
 
 def trained(rounds: int, step: int, islands: int = 3) -> RunView:
-    view = summarise(MANIFEST, [], [], Books(), Pending(0, 0))
+    view = summarise(MANIFEST, [], [], Counters(), Pending(0, 0))
     return replace(view, rounds=rounds, fragments=6, step=step, interval=24, known=islands)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from archipelago.broker.messages import Books, Evaluation, Pending, RoundMember, TapeEntry
+from archipelago.broker.messages import Counters, Evaluation, Pending, RoundMember, TapeEntry
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.transport import Memory, Transport
 from archipelago.ops.watch.advice import problems
@@ -47,13 +47,13 @@ PRESENCES = [
     Presence(samples.heartbeat("d", "left", tokens=70), 1.0),
     Presence(samples.heartbeat("e", "leaving", tokens=7), 9.9),
 ]
-BOOKS = Books(published=10, published_tokens=1000, merged=6, merged_tokens=601, refused=1, refused_tokens=100,
+COUNTERS = Counters(published=10, published_tokens=1000, merged=6, merged_tokens=601, refused=1, refused_tokens=100,
               bytes_up=5_000, bytes_down=6_000_000)  # fmt: skip
 EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0, 4.25])]
 MERGED = json.dumps({"accounts": {n: [tokens] for n, tokens in zip("abdex", (1801, 400, 140, 4, 1000), strict=True)}})
 CURSORS = {"0": (2, 0), "1": (1, 96), "2": (0, 7)}
 MEMORY = Memory(7_000, 0)
-VIEW = summarise(MANIFEST, TAPE, PRESENCES, BOOKS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
+VIEW = summarise(MANIFEST, TAPE, PRESENCES, COUNTERS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
 
 
 def test_the_run_matches_a_calculation_by_hand() -> None:
@@ -76,7 +76,7 @@ def test_the_run_matches_a_calculation_by_hand() -> None:
     assert VIEW.tokens_lost == VIEW.tokens_trained - 300 - 50 - 149 - 60
     assert VIEW.passes == (2 + 1 + 0) / MANIFEST.config.data.shards  # A site's own text is not counted.
     assert VIEW.balanced
-    assert VIEW.books == BOOKS
+    assert VIEW.counters == COUNTERS
 
 
 def test_the_islands_match_a_calculation_by_hand() -> None:
@@ -96,12 +96,12 @@ def test_the_islands_match_a_calculation_by_hand() -> None:
 def seen(
     tape: Sequence[TapeEntry] = (),
     presences: Sequence[Presence] = (),
-    books: Books | None = None,
+    counters: Counters | None = None,
     evaluations: Sequence[Evaluation] = (),
     state: str = "",
 ) -> RunView:
     """Return the view of a run with these rounds and islands, and without anything else unless it is given."""
-    return summarise(MANIFEST, tape, presences, books or Books(), Pending(0, 0), evaluations, state, {}, MEMORY)
+    return summarise(MANIFEST, tape, presences, counters or Counters(), Pending(0, 0), evaluations, state, {}, MEMORY)
 
 
 def test_what_is_not_known_yet() -> None:
@@ -140,7 +140,7 @@ class Torn(Intercepted):
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert name != "pending" or self.reads_stream, "it read through the stream"
         found = method(*args, **kwargs)
-        if name != "books":
+        if name != "counters":
             return found
         self.readings += 1
         return replace(found, merged=found.merged + 1) if self.readings <= self.torn else found
@@ -155,7 +155,7 @@ def glanced(transport: Transport) -> RunView:
 def test_observing_reads_what_is_there_and_a_glance_agrees_without_reading_the_stream() -> None:
     view = observe(Torn(), MANIFEST)
     assert (view.rounds, view.known, view.live, view.participating, view.pending) == (1, 1, 1, 1, 2)
-    assert (view.books.published, view.books.merged, view.held_out_last) == (3, 1, 8.0)
+    assert (view.counters.published, view.counters.merged, view.held_out_last) == (3, 1, 8.0)
     quick = Torn(reads_stream=False)
     assert glanced(quick) == view
     (newest,) = quick.reader.tape(1)
@@ -176,23 +176,23 @@ def test_an_inconsistent_reading_is_read_again() -> None:
 def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
     """The island may have died between two heartbeats."""
     gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
-    books = Books(published=1, published_tokens=200, merged=1, merged_tokens=200)
-    view = seen(presences=[gone], books=books, state='{"accounts": {"d": [200]}}')
+    counters = Counters(published=1, published_tokens=200, merged=1, merged_tokens=200)
+    view = seen(presences=[gone], counters=counters, state='{"accounts": {"d": [200]}}')
     assert (view.tokens_trained, view.tokens_merged, view.tokens_lost) == (100, 100, 0)
 
 
-def test_the_books_balance_in_contributions_and_in_tokens() -> None:
-    for books, pending, balanced in (
-        (BOOKS, Pending(3, 299), True),
-        (BOOKS, Pending(2, 299), False),
-        (BOOKS, Pending(3, 298), False),
-        (replace(BOOKS, refused=2), Pending(3, 299), False),
-        (replace(BOOKS, merged_tokens=600), Pending(3, 299), False),
-        (replace(BOOKS), Pending(3, 299), True),  # Kept contributions are not counted again.
-        (Books(), Pending(0, 0), True),
+def test_the_counters_balance_in_contributions_and_in_tokens() -> None:
+    for counters, pending, balanced in (
+        (COUNTERS, Pending(3, 299), True),
+        (COUNTERS, Pending(2, 299), False),
+        (COUNTERS, Pending(3, 298), False),
+        (replace(COUNTERS, refused=2), Pending(3, 299), False),
+        (replace(COUNTERS, merged_tokens=600), Pending(3, 299), False),
+        (replace(COUNTERS), Pending(3, 299), True),  # Kept contributions are not counted again.
+        (Counters(), Pending(0, 0), True),
     ):
-        view = summarise(MANIFEST, TAPE, PRESENCES, books, pending, [], MERGED, CURSORS, MEMORY)
-        assert view.balanced is balanced, (books, pending)
+        view = summarise(MANIFEST, TAPE, PRESENCES, counters, pending, [], MERGED, CURSORS, MEMORY)
+        assert view.balanced is balanced, (counters, pending)
         assert ("≠" in words(shown(view, 120))) is not balanced
 
 
@@ -233,7 +233,7 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
         "an-island-with-a-long-name-7", steps=123_456, tokens_per_second=1_234_567.0, loss=2.345, staleness=12.34,
         backlog=12, bytes_up=123_456_789_000, bytes_down=9_876_543, link="[red]no[/] link",
     )  # fmt: skip
-    view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], BOOKS, Pending(3, 299), memory=MEMORY)
+    view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], COUNTERS, Pending(3, 299), memory=MEMORY)
     text = words(shown(view, 80))
     assert "training 123,456 1,234,567 3.383 12.34 0% 12 123 GB 9.9 MB 9 s" in text
     assert "an-island-" in text
@@ -253,7 +253,7 @@ def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
     presences = [
         Presence(samples.heartbeat(name, last_refusal="too old"), 99.0 * (n < 100)) for n, name in enumerate(names)
     ]
-    view = summarise(MANIFEST, TAPE, presences, BOOKS, Pending(3, 299), memory=MEMORY)
+    view = summarise(MANIFEST, TAPE, presences, COUNTERS, Pending(3, 299), memory=MEMORY)
     shown = Console(width=80, record=True)
     shown.print(render(view, rows=40))
     text = shown.export_text()

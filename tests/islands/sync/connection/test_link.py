@@ -23,7 +23,7 @@ def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harnes
     assert received(link) == ([later], [])
     link.beat(samples.heartbeat(bytes_down=link.channels.bytes_down))
     link.pump()
-    assert link.channels.bytes_down == harness.transport.reader.books().bytes_down
+    assert link.channels.bytes_down == harness.transport.reader.counters().bytes_down
 
 
 def test_no_event_during_a_join_is_missed(harness: Harness) -> None:

@@ -214,7 +214,7 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     assert island.totals.steps == 200
     assert island.ledger.global_step == 4  # the schedule waits for a merger, after two strides of two steps
     assert island.link.channels.backlog == tiny.CONFIG.sync.window  # it owes nothing more until a round closes
-    assert tiny_harness.transport.reader.books().published == 0
+    assert tiny_harness.transport.reader.counters().published == 0
     # The island has missed everything but still trains. It catches up when the link works again.
     tiny_harness.faulty.outage = None
     merger = Merger(tiny_harness.broker.connect("tiny"), live_poll_seconds=0.0)
@@ -229,9 +229,9 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     until(adopted, "three versions of every fragment")
     assert at_once(lambda: island.leave())
     merger.turn(0.0)
-    books = tiny_harness.transport.reader.books()
-    assert books.published == books.merged == island.link.channels[0].outbox.sent >= 6
-    assert (books.refused, tiny_harness.transport.reader.backlog()) == (0, 0)
+    counters = tiny_harness.transport.reader.counters()
+    assert counters.published == counters.merged == island.link.channels[0].outbox.sent >= 6
+    assert (counters.refused, tiny_harness.transport.reader.backlog()) == (0, 0)
     members = [member for entry in tiny_harness.transport.reader.tape(1000) for member in entry.members]
     tokens = sum(m.tokens for m in members if m.sequence < 2)
     assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # the strides of 2 steps before the outage

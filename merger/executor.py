@@ -24,7 +24,7 @@ class Spawn(Protocol):
     def __call__(self, job: Callable[[], T], /) -> Future[T]: ...
 
 
-class Beside(Protocol):
+class NewExecutor(Protocol):
     """Returns what runs the jobs of one kind, on that many threads of that name. Jobs begin in order."""
 
     def __call__(self, kind: str, threads: int = 1) -> Spawn: ...

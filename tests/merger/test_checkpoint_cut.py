@@ -18,8 +18,8 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Event, Marker
 from archipelago.broker.shards.transport import of_shard, restore, whole
 from archipelago.broker.transport import ReaderClient
-from archipelago.merger.beside import at_once
-from archipelago.merger.one_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading
+from archipelago.merger.checkpoint_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading
+from archipelago.merger.executor import at_once
 from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing
@@ -260,7 +260,7 @@ def test_a_run_of_all_shards_is_restored_once(folder: MergerFolder) -> None:
     assert folder.find_or_bring_back(home, resume=True) == MANIFEST
     run = whole(home, MANIFEST)
     assert [head.round if head else None for head in run.reader.heads()] == [1, 2]
-    assert run.reader.books().merged == 4
+    assert run.reader.counters().merged == 4
     with failing(RunExistsError):
         folder.bring_back(home)
     assert folder.find_or_bring_back(home, resume=True) == MANIFEST
@@ -273,7 +273,7 @@ def test_an_interrupted_restore_is_completed_from_the_same_checkpoint_only(folde
         folder.find_or_bring_back(home, resume=True)
     assert home.reader.uid() is None
     restore(home, images(4))
-    assert whole(home, MANIFEST).reader.books().merged == 4
+    assert whole(home, MANIFEST).reader.counters().merged == 4
 
 
 def test_mergers_on_two_machines_share_a_bucket(bucket: BucketFolder, written: Path, tmp_path: Path) -> None:
