@@ -41,7 +41,7 @@ class Heartbeat:
         bytes_down: Bytes that were downloaded. The broker adds those of earlier incarnations of the island.
         link: `ok`, or the last fault of the connection.
         data: The leased ranges of text, and how far each was read.
-        moments: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.
+        optimizer_origin: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.
         uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
         downlink_bytes_per_second: The same for downloads.
         ignored: Announcements that no merger of the run can have sent.
@@ -76,7 +76,7 @@ class Heartbeat:
     bytes_down: Count
     link: Text
     data: Annotated[str, MaxLen(4096)] = ""
-    moments: Text = "fresh"
+    optimizer_origin: Text = "fresh"
     uplink_bytes_per_second: Measure = math.nan
     downlink_bytes_per_second: Measure = math.nan
     ignored: Count = 0

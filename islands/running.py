@@ -227,7 +227,7 @@ def _summary(island: Island, state: str) -> dict[str, object]:
         "steps": island.totals.steps,
         "tokens": island.totals.tokens,
         "global_step": island.ledger.global_step,
-        "moments": island.moments,
+        "optimizer_origin": island.optimizer_origin,
         "sent": link.channels.sent,
         "refused": island.ledger.refused,
         "bytes_up": link.channels.bytes_up,

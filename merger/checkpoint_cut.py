@@ -38,11 +38,11 @@ class Following:
     A marker that was missed stays missed: the shard may have merged since then what its part must not hold.
 
     Args:
-        home: Reads shard 0.
+        primary: Reads shard 0.
     """
 
-    def __init__(self, home: ReaderClient) -> None:
-        self._home = home
+    def __init__(self, primary: ReaderClient) -> None:
+        self._primary = primary
         self._after = ""  # the last announcement that was read; empty while that is unknown
         self._retry_at = float("-inf")
 
@@ -55,7 +55,7 @@ class Following:
         """
         self._after, self._retry_at = "", float("-inf")
         try:
-            is_gone = self._home.uid() is None
+            is_gone = self._primary.uid() is None
         except BrokerError:
             return  # a shard that is away stops no other one
         if is_gone:
@@ -70,8 +70,8 @@ class Following:
             return None
         try:
             if not self._after:
-                self._after = self._home.last_event()
-            self._after, number = _newest_marker(self._home, self._after)
+                self._after = self._primary.last_event()
+            self._after, number = _newest_marker(self._primary, self._after)
             return number
         except BrokerError as error:
             log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
@@ -98,16 +98,16 @@ class Leading:
             other shards have parts of it.
 
     Args:
-        home: Reads shard 0.
+        primary: Reads shard 0.
         others: Read the other shards.
         missing: Returns the shards without a part of the checkpoint of that number.
     """
 
     def __init__(
-        self, home: ReaderClient, others: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]
+        self, primary: ReaderClient, others: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]
     ) -> None:
         self.announced = 0
-        self._home, self._others, self._missing = home, others, missing
+        self._primary, self._others, self._missing = primary, others, missing
         self._number = 0  # the last checkpoint that this merger has begun
         self._rounds: list[int] | None = None  # of the other shards, before that
         self._has_warned = False
@@ -117,7 +117,7 @@ class Leading:
     def start(self) -> None:
         """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
         self._began_at = None
-        self.announced = max(self.announced, _newest_marker(self._home, START)[1] or 0)
+        self.announced = max(self.announced, _newest_marker(self._primary, START)[1] or 0)
 
     def is_waiting(self, now: float, every_seconds: float) -> bool:
         """Return whether parts of the last checkpoint are still being written, so that no other one should begin.

@@ -105,9 +105,9 @@ class MergerFolder:
         copier = self._copier(manifest) if self._bundles else None
         leading = following = None
         if manifest.shards > 1:
-            home, *others = (of_shard(transport, manifest, k).reader for k in range(manifest.shards))
-            leading = None if manifest.shard else Leading(home, others, self._missing)
-            following = Following(home) if manifest.shard else None
+            primary, *others = (of_shard(transport, manifest, k).reader for k in range(manifest.shards))
+            leading = None if manifest.shard else Leading(primary, others, self._missing)
+            following = Following(primary) if manifest.shard else None
         spawn = spawn or in_background("checkpoint")
         return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, leading, following)
 

@@ -74,7 +74,7 @@ class RedisTransport:
         run: The name of the run.
         where: The servers' address without its password.
         invitation: The join file, if one was used.
-        home: The connection to the whole run, if this is one to a shard. The members are those of the run.
+        primary: The connection to the whole run, if this is one to a shard. The members are those of the run.
         shard: The number of the shard.
     """
 
@@ -84,14 +84,14 @@ class RedisTransport:
         run: str,
         where: str = "the Redis",
         invitation: Invitation | None = None,
-        home: RedisTransport | None = None,
+        primary: RedisTransport | None = None,
         shard: int | None = None,
     ) -> None:
         self.run = run
         self.invitation = invitation
         self.connection = RedisConnection(at, run, where, is_invited=invitation is not None, shard=shard)
-        self.membership: MemberRecords = MemberRecords(self.connection) if home is None else home.membership
-        self.members: KnownMembers = KnownMembers(run, self.membership.all) if home is None else home.members
+        self.membership: MemberRecords = MemberRecords(self.connection) if primary is None else primary.membership
+        self.members: KnownMembers = KnownMembers(run, self.membership.all) if primary is None else primary.members
         # What is signed in one shard proves nothing in another. A name cannot contain a colon.
         self.connection.signing = signing_of(invitation, f"{run}:s{shard}" if shard else run, self.members.key_of)
         self._keys, self._signing = self.connection.keys, self.connection.signing
@@ -107,7 +107,7 @@ class RedisTransport:
     def of_shard(self, shard: int) -> RedisTransport:
         """Return a connection to one shard of the run. It shares the clients of this one, which closes them."""
         servers, where = self.connection.servers, self.connection.where
-        return RedisTransport(servers, self.run, where, self.invitation, home=self, shard=shard)
+        return RedisTransport(servers, self.run, where, self.invitation, primary=self, shard=shard)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self._create(manifest, [Compaction(snapshot, payload) for snapshot, payload in snapshots])

@@ -29,8 +29,8 @@ class Shardable(Transport, Protocol):
 
 def of_shard(transport: ReaderTransport, manifest: Manifest, shard: int) -> Transport:
     """Return a connection to one shard of a run. That to a run with one shard is `transport` itself."""
-    home = cast(Shardable, transport)
-    return home.of_shard(shard) if manifest.shards > 1 else home
+    primary = cast(Shardable, transport)
+    return primary.of_shard(shard) if manifest.shards > 1 else primary
 
 
 class WholeRun:
@@ -43,15 +43,15 @@ class WholeRun:
         island: The island's client of shard 0, which has what belongs to the run: names, leases, newcomers.
 
     Args:
-        home: The connection to the run.
+        primary: The connection to the run.
         manifest: The manifest of the run.
         for_display: Whether `reader` leaves out further shards that cannot be reached (`DisplayReader`). Otherwise it
             raises UnreachableError.
     """
 
-    def __init__(self, home: ReaderTransport, manifest: Manifest, *, for_display: bool = False) -> None:
-        self.run = home.run
-        self.shards: Sequence[Transport] = [of_shard(home, manifest, k) for k in range(manifest.shards)]
+    def __init__(self, primary: ReaderTransport, manifest: Manifest, *, for_display: bool = False) -> None:
+        self.run = primary.run
+        self.shards: Sequence[Transport] = [of_shard(primary, manifest, k) for k in range(manifest.shards)]
         kind = DisplayReader if for_display else ShardedReader
         self.reader: ReaderClient = kind([shard.reader for shard in self.shards], manifest)
         self.island: IslandClient = self.shards[0].island

@@ -115,7 +115,7 @@ class Leader(TorchRun):
             self._tell_of_error()
             raise
         try:
-            self._said = team.exchange(Said(has_state=self.moments != "fresh", **self._clock()))
+            self._said = team.exchange(Said(has_state=self.optimizer_origin != "fresh", **self._clock()))
             if self._said.has_state and self._state is not None:
                 team.scatter_state(self._state, self._from_peer)
         except BaseException as error:  # without the others there is no island, and no `with` block that would end it
@@ -233,7 +233,7 @@ class Follower:
         self._replica: SharedReplica | SplitReplica | None = None
         self._said = Said()
         self._stop = StopSignal()
-        self.island, self.moments = "", "fresh"
+        self.island, self.optimizer_origin = "", "fresh"
 
     def __enter__(self) -> Self:
         """Take the parameters and the optimisers' state from the leader.
@@ -245,7 +245,7 @@ class Follower:
         self._hear(team)
         if self._said.has_state and self._state is not None:
             team.scatter_state(self._state, ())
-            self.moments = "the leader"
+            self.optimizer_origin = "the leader"
         self._stop.watch()
         return self
 

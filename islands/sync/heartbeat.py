@@ -52,7 +52,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         bytes_down=link.channels.bytes_down,
         link=link.pumps.trouble or link.serving.in_words or link.uplink.in_words(island.stretch) or "ok",
         data=island.positions,
-        moments=island.moments,
+        optimizer_origin=island.optimizer_origin,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
         ignored=sum(channel.inbox.ignored for channel in link.channels),

@@ -127,9 +127,9 @@ class Membership(ABC):
 
     def _join(self) -> None:
         awaited = self._awaited
-        home = self._transport = awaited(self._connect)
-        manifest = awaited(home.reader.manifest)  # before anything large loads, so that a wrong name fails at once
-        transport, name = whole(home, manifest), self._named()
+        primary = self._transport = awaited(self._connect)
+        manifest = awaited(primary.reader.manifest)  # before anything large loads, so that a wrong name fails at once
+        transport, name = whole(primary, manifest), self._named()
         # Before the island claims anything under that name.
         require_welcome(awaited(transport.reader.control), name, manifest.run)
         self._accept(transport, manifest, name)
@@ -151,7 +151,8 @@ class Membership(ABC):
         self._stop.watch()
         log.info(
             "joined %s as %s at round %s on %s, optimiser state: %s",
-            manifest.run, name, loop.ledger.closed, loop.host.device, loop.moments, extra={"round": loop.ledger.closed},
+            manifest.run, name, loop.ledger.closed, loop.host.device, loop.optimizer_origin,
+            extra={"round": loop.ledger.closed},
         )  # fmt: skip
         if loop.finished:
             log.warning(
@@ -234,9 +235,9 @@ class Membership(ABC):
         return "" if self._loop is None else self._loop.name
 
     @property
-    def moments(self) -> str:
+    def optimizer_origin(self) -> str:
         """The origin of the inner optimiser's state: `fresh`, the name of a peer, or the own checkpoint."""
-        return "fresh" if self._loop is None else self._loop.moments
+        return "fresh" if self._loop is None else self._loop.optimizer_origin
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Participant:
     """One island of one run. The loop calls `turn` after its steps, then `leave`.
 
     Attributes:
-        moments: The origin of the inner optimiser's state, in words.
+        optimizer_origin: The origin of the inner optimiser's state, in words.
         stretch: The steps of a contribution as a share of the run's interval (a moving average).
         tokens_per_step: The tokens of an inner step, for display.
         run_steps: The length of the run for the learning rate's schedule. It follows the operator's at the next
@@ -114,7 +114,7 @@ class Participant:
         self.speed, self.losses, self.totals = Speed(), Losses(), Totals()
         for arrival in arrivals:
             self.ledger.adopted(arrival.snapshot, keeps_progress=False)
-        self.moments = "fresh"
+        self.optimizer_origin = "fresh"
         self.stretch = self.tokens_per_step = 0.0
         self.run_steps = config.inner.steps
         link.gives_state = self.optimizer.copies is not None
@@ -270,7 +270,7 @@ class Participant:
         """Use a peer's inner optimiser state, or this island's own, instead of fresh moments."""
         if self.optimizer.use is not None:
             self.optimizer.use(state)
-            self.moments = origin
+            self.optimizer_origin = origin
 
     def _hand_over(self, who: str) -> None:
         if (leaves := self.optimizer.present()) is not None:
@@ -326,7 +326,7 @@ class Participant:
         if state == "training" and not self._has_joined:
             self._has_joined = True
             where = f"after round {self.ledger.closed} on {self.host.device}"
-            self.link.note("joined", f"{where}, optimiser state: {self.moments}")
+            self.link.note("joined", f"{where}, optimiser state: {self.optimizer_origin}")
         if self.link.wants_beat(state):
             self.link.beat(heartbeat(self, state))
 

@@ -123,10 +123,10 @@ class RunProcesses(FaultInjector):
         self.targets = {target.name: target for target in (self.redis, *self.islands)}
         stack.callback(self.end)
         self.run = self._created_run()
-        self.home = connect(self.url, self.run)
-        stack.callback(self.home.close)
+        self.primary = connect(self.url, self.run)
+        stack.callback(self.primary.close)
         self.manifest = self._manifest()
-        self.transport: ReaderTransport = whole(self.home, self.manifest)
+        self.transport: ReaderTransport = whole(self.primary, self.manifest)
         options = ["--folder", str(plan.folder / "merger"), "--checkpoint-every", str(plan.checkpoint_seconds)]
         argv = ["-m", "archipelago.merger", *options, "--run", self.run]
         self.mergers = [self._worker(name, argv) for name in merger_names(plan.shards)]
@@ -163,8 +163,8 @@ class RunProcesses(FaultInjector):
         """Create the run, or take the one that a user's script has created. Make it long enough for the storm."""
         steps = self.plan.config.inner.steps
         if not self.plan.script:
-            return create(self.home, self.plan.config, task=self.plan.task, shards=self.plan.shards)[0]
-        manifest, transport = opened(self.home)
+            return create(self.primary, self.plan.config, task=self.plan.task, shards=self.plan.shards)[0]
+        manifest, transport = opened(self.primary)
         if manifest.config.inner.steps < steps:
             transport.reader.steer(checked_changes(manifest.config, {"inner.steps": str(steps)}))
         return manifest

@@ -108,7 +108,7 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
     return frozenset(
         (shard, event.island, event.incarnation, event.sequence)
         for shard in range(processes.manifest.shards)
-        for _, event in of_shard(processes.home, processes.manifest, shard).reader.events(START, 0.0, EVERYTHING)
+        for _, event in of_shard(processes.primary, processes.manifest, shard).reader.events(START, 0.0, EVERYTHING)
         if isinstance(event, Refusal) and not event.repeat
     )
 

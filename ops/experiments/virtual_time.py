@@ -96,10 +96,10 @@ class VirtualRun:
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
         self._work, self._others = work, dict(others or {})
-        home = self.connect_as("admin")
+        primary = self.connect_as("admin")
         self.manifest: Manifest = replace(work.describe(run), shards=shards)
-        create(home, self.manifest, first_snapshots(self.manifest, work.model.init()))
-        self.transport: ReaderTransport = whole(home, self.manifest)
+        create(primary, self.manifest, first_snapshots(self.manifest, work.model.init()))
+        self.transport: ReaderTransport = whole(primary, self.manifest)
         self.mergers: list[Merger] = [self.merger_of(shard) for shard in range(shards)]
         self.islands: dict[str, Island] = {}
         self._step_seconds: dict[str, float] = {}
@@ -143,7 +143,7 @@ class VirtualRun:
             island.boundary()
             island.link.pump()
 
-    def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
+    def add_island(self, name: str, step_seconds: float, origin: Literal["fresh", "peer"] = "fresh") -> Island:
         """Let another island join now."""
         transport = self.connect_island(name)
         self._born += 1
@@ -154,7 +154,7 @@ class VirtualRun:
         supply = work.supply(TaskRun(name, self._born, seed, link))
         island = self.new_island(name, work, supply, link, arrivals, incarnation)
         rejoin = Newcomer(transport, island, seconds=0.0)
-        return self.begin(island, rejoin, step_seconds, asks_peers=moments == "peer")
+        return self.begin(island, rejoin, step_seconds, asks_peers=origin == "peer")
 
     def begin(
         self,

@@ -55,7 +55,7 @@ BEATS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("tokens_per_second", "step_seconds", "loss", "staleness", "uplink_bytes_per_second"), FRACTIONS
     ),
-    **dict.fromkeys(("host", "link", "moments"), TEXTS),
+    **dict.fromkeys(("host", "link", "optimizer_origin"), TEXTS),
 }  # fmt: skip
 BODIES: Mapping[str, Callable[[Attacker, int], bytes]] = {
     "zeros": lambda attacker, p: attacker.payload(p),

@@ -50,7 +50,7 @@ class CheckpointedRun(VirtualRun):
         merger.load()
         return merger
 
-    def add_island(self, name: str, step_seconds: float, moments: object = "fresh") -> Island:
+    def add_island(self, name: str, step_seconds: float, origin: object = "fresh") -> Island:
         transport = whole(self.connect_as(name), self.manifest)
         self._born += 1
         store = IslandStore(self.path / name, self.manifest)
@@ -91,7 +91,7 @@ class CheckpointedRun(VirtualRun):
         self.mergers = [self.merger_of(shard) for shard in range(self.manifest.shards)]
         for name, seconds in self._step_seconds.items():
             self.add_island(name, seconds)
-        assert {island.moments for island in self.islands.values()} == {"own checkpoint"}
+        assert {island.optimizer_origin for island in self.islands.values()} == {"own checkpoint"}
         return self.folder.newest()[0].number
 
     def of_shards(self) -> list[Transport]:

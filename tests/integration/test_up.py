@@ -131,7 +131,9 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
     second = run.up("--resume")
     until(lambda: run.rounds > covered + 4, "rounds after the checkpoint")
     own = {"island-0": "own checkpoint", "island-1": "own checkpoint"}
-    until(lambda: {island.name: island.moments for island in run.view.islands} == own, "the islands' own moments")
+    until(
+        lambda: {island.name: island.optimizer_origin for island in run.view.islands} == own, "the islands' own moments"
+    )
     steps = run.view.step + STEPS
     set_steps(run, steps)
     started = children(second)

@@ -163,7 +163,7 @@ def test_a_llama_in_pytorch_and_our_island_in_jax_train_one_run(
     assert in_jax.poll() is None, scripts.said(in_jax)
     joined = scripts.beat("jax", "demo")
     assert joined is not None
-    assert joined.moments == "fresh"
+    assert joined.optimizer_origin == "fresh"
     scripts.steer(joined.global_step + 100, "demo")
     assert "ends at step" in scripts.ended(in_torch)
     scripts.ended(in_jax)

@@ -126,7 +126,7 @@ def test_a_run_over_shards_ends_as_any_other() -> None:
     run = VirtualRun(work(), [1.0, 1.1, 1.7], shards=3)
     assert isinstance(run.transport, WholeRun)
     run.advance_until(lambda: min(closed(run)) >= 4)
-    late, reader = run.add_island("late", 1.0, moments="peer"), run.transport.reader
+    late, reader = run.add_island("late", 1.0, origin="peer"), run.transport.reader
     assert [count.version for count in late.ledger.counts] == [head.version for head in reader.heads() if head]
     run.finish()
     require_balanced(run, pending=0)

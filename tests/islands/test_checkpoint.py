@@ -68,7 +68,7 @@ def test_an_island_restores_its_moments_and_totals_only(kept: Kept) -> None:
     before = leaf_bytes((after.inner.params, after.computation.replica.references)), after.ledger.counts
     assert store(kept.folder).restore(after)
     assert leaf_bytes(after.inner.optimizer) == kept.moments != leaf_bytes(fresh().inner.optimizer)
-    assert (after.totals, after.moments) == (Totals(9, 9 * tiny.CONFIG.tokens_per_step), "own checkpoint")
+    assert (after.totals, after.optimizer_origin) == (Totals(9, 9 * tiny.CONFIG.tokens_per_step), "own checkpoint")
     assert (leaf_bytes((after.inner.params, after.computation.replica.references)), after.ledger.counts) == before
     after.advance()
 
@@ -80,7 +80,7 @@ def test_a_state_fits_another_config_of_its_run_and_no_other_run(kept: Kept, tmp
     for other in (replace(ours, run="other"), replace(ours, uid="2" * 32), replace(ours, tensors=ours.tensors[:1])):
         after = fresh()
         assert not IslandStore(kept.folder, other).restore(after)
-        assert after.moments == "fresh"
+        assert after.optimizer_origin == "fresh"
     assert not store(tmp_path / "empty").restore(fresh())
 
 
@@ -104,7 +104,7 @@ def test_damage_restores_nothing(copied: Path) -> None:
         after = fresh()
         before = leaf_bytes(after.inner)
         assert not store(copied).restore(after), content[:80]
-        assert (leaf_bytes(after.inner), after.moments) == (before, "fresh")
+        assert (leaf_bytes(after.inner), after.optimizer_origin) == (before, "fresh")
 
 
 def test_a_death_at_the_rename_leaves_the_state_before_or_after(

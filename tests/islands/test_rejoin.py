@@ -85,7 +85,7 @@ def test_a_newcomer_gets_the_givers_moments_and_the_mergers_parameters() -> None
     (moments,) = given
     assert optimizer_bytes(island) == moments != fresh_moments(island)
     assert optimizer_bytes(giver) != moments  # the giver continues to train
-    assert island.moments == "peer giver"
+    assert island.optimizer_origin == "peer giver"
     assert bits(own_params(island)) == bits(before) != bits(own_params(giver))
     assert [count.steps for count in island.ledger.counts] == [0, 0]
     stored = run.broker.runs["tiny"]
@@ -120,7 +120,7 @@ def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, faul
     else:
         rejoin.transport.island.handed_over = fails  # type: ignore[method-assign]
     rejoin.complete(store)
-    assert island.moments == "own checkpoint"
+    assert island.optimizer_origin == "own checkpoint"
     assert optimizer_bytes(island) == optimizer_bytes(before)
     assert run.broker.runs["tiny"].requests == {}
 
@@ -140,7 +140,7 @@ def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, 
     island, rejoin = returning(run, meanwhile=lambda: run.play(other, int(source == "peer")))
     stamped = max(head.step for head in run.transport.reader.heads() if head is not None)
     rejoin.complete(None if source == "fresh" else store)
-    assert island.moments == ("peer giver" if source == "peer" else source)
+    assert island.optimizer_origin == ("peer giver" if source == "peer" else source)
     if source != "peer":
         origin = optimizer_bytes(before) if source == "own checkpoint" else fresh_moments(island)
         assert optimizer_bytes(island) == origin

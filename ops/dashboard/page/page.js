@@ -219,7 +219,7 @@ function writeLane(island) {
   const made = lanes.get(island.name);
   root.classList.toggle("gone", !island.live);
   if (cells.name.textContent !== island.name) cells.name.textContent = cells.name.title = island.name;
-  const where = [island.device, island.host, island.moments && island.moments !== "fresh" ? `from ${island.moments}` : ""].filter(Boolean).join(" · ");
+  const where = [island.device, island.host, island.optimizer_origin && island.optimizer_origin !== "fresh" ? `from ${island.optimizer_origin}` : ""].filter(Boolean).join(" · ");
   if (cells.where.textContent !== where) cells.where.textContent = cells.where.title = where;
   const asked = island.asked === "expel" ? "expelled" : island.asked === "drain" && island.live ? "draining" : "";
   const word = asked || island.shown;

@@ -175,10 +175,10 @@ def island(url: str) -> dict[str, Any]:
         taken = [float(state["step"]) for state in optimizer.state.values()]
         second = optimizer.state[model[0].weight]["exp_avg_sq"]
         has_moments = len(taken) == 5 and bool((second.to_local() > 0).any()) and second.shape == (71, 64)
-        moments = run.moments
+        moments = run.optimizer_origin
         train(model, optimizer, run, lambda: run._loop.ledger.closed > 12)
     alone.stop()
-    return {"new": [is_new, again], "alone": alone.moments, "moments": moments, "steps": taken,
+    return {"new": [is_new, again], "alone": alone.optimizer_origin, "moments": moments, "steps": taken,
             "has_moments": has_moments, "finished": said, "step": run.step, "weights": weights(model)}  # fmt: skip
 
 
@@ -207,20 +207,20 @@ class Alone:
 
     def __init__(self, url: str) -> None:
         # The model is made here, because all threads take random numbers from one generator.
-        self.moments, self._url, self._model = "", url, tuned()
+        self.optimizer_origin, self._url, self._model = "", url, tuned()
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._train, daemon=True)
 
     def has_begun(self) -> bool:
         """Begin, and return whether the island trains."""
         if not self._thread.ident:
             self._thread.start()
-        return bool(self.moments)
+        return bool(self.optimizer_origin)
 
     def _train(self) -> None:
         model = self._model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with archipelago.pytorch.join(self._url, "island", model, optimizer, island="alone") as run:
-            self.moments = run.moments
+            self.optimizer_origin = run.optimizer_origin
             while not self._stop.wait(0.005):
                 loss = model(torch.randn(4, 64)).square().mean()
                 optimizer.zero_grad()

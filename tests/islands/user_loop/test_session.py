@@ -166,11 +166,11 @@ def test_a_newcomer_takes_the_state_of_a_peer(framework: Framework, url: str, un
         try:
             until(lambda: merger.state.closed > 2, "the first rounds")
             with framework.join(url, optimizes=True, island="new") as newcomer:
-                assert newcomer.session.moments == "peer giver"
+                assert newcomer.session.optimizer_origin == "peer giver"
                 taken = newcomer.state()
             assert any(all(map(np.array_equal, taken, each)) for each in given)
             with framework.join(url, island="without") as other:
-                assert other.session.moments == "fresh"
+                assert other.session.optimizer_origin == "fresh"
         finally:
             stopped.set()
             thread.join()
