@@ -2,7 +2,8 @@
 
 PyTorch computes little with unsigned integers of 16 and 32 bits, so `quantise` and `restore` are written again here.
 The bits of numbers are int32, and a shift to the right of a negative number is masked. Divisors are tensors, because
-CUDA multiplies by the reciprocal of a plain number, which rounds differently.
+CUDA multiplies by the reciprocal of a plain number, which rounds differently. Every operation on a whole vector is a
+pass over the device's memory, so what can be done in place or in bytes is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from archipelago.broker.codecs import HUGE, INT4_BLOCK, INT8_BLOCK, TINY, TOP_BLOCK, TOP_KEPT, TOP_LARGE, TOP_UNITS
+from archipelago.broker.codecs import (
+    HUGE,
+    INT4_BLOCK,
+    INT8_BLOCK,
+    ROUNDER,
+    TINY,
+    TOP_BLOCK,
+    TOP_KEPT,
+    TOP_LARGE,
+    TOP_UNITS,
+)
 
 #: A tensor of PyTorch, which has no types here: PyTorch is optional.
 Tensor = Any
@@ -37,9 +48,23 @@ class TorchCodec(NamedTuple):
 
 
 def _blocks(values_N: Tensor, size: int) -> Tensor:
-    """Return the vector as rows of `size` elements. The last row is padded with zeros."""
+    """Return the vector as rows of `size` elements. The last row is padded with zeros, which copies the vector."""
     missing = -values_N.shape[0] % size
-    return torch.nn.functional.pad(values_N, (0, missing)).reshape(-1, size)
+    padded_N = torch.nn.functional.pad(values_N, (0, missing)) if missing else values_N
+    return padded_N.reshape(-1, size)
+
+
+def _last_apart(quantise: Callable[[Tensor], Parts], size: int) -> Callable[[Tensor], Parts]:
+    """Return the function that encodes a last block of fewer than `size` elements apart, so that nothing is padded."""
+
+    def quantised(values_N: Tensor) -> Parts:
+        whole = values_N.shape[0] // size * size
+        if whole in (0, values_N.shape[0]):
+            return quantise(values_N)
+        blocks, last = quantise(values_N[:whole]), quantise(values_N[whole:])
+        return tuple(torch.cat(part) for part in zip(blocks, last, strict=True))
+
+    return quantised
 
 
 def _to_bfloat16(values: Tensor) -> Tensor:
@@ -65,52 +90,46 @@ def _scales(top: Tensor) -> tuple[Tensor, Tensor]:
 
 def _tops(blocks: Tensor) -> Tensor:
     """Return the largest magnitude of each row, at most HUGE; NaN if the row contains NaN or infinity."""
-    top = blocks.abs().amax(dim=1)
+    least, most = blocks.aminmax(dim=1)
+    top = torch.maximum(-least, most)
     return torch.where(top.isfinite(), top.clamp(max=float(HUGE)), torch.nan)
 
 
-def _ratios(rows: Tensor, divisor: Tensor) -> Tensor:
-    return rows * (1.0 / divisor)[:, None]
-
-
-def _rounded(ratio: Tensor, most: int) -> Tensor:
-    """Round to whole numbers within ±most. NaN becomes 0, because the scale of its block is NaN already."""
-    return torch.where(ratio.isnan(), 0.0, ratio.round()).clamp(-most, most)
+def _clipped(rows: Tensor, divisor: Tensor, most: int) -> Tensor:
+    """Return the rows, each divided by its divisor, within ±most. NaN becomes 0: its block's scale is NaN already."""
+    return (rows * (1.0 / divisor)[:, None]).nan_to_num_(0.0, most, -most).clamp_(-most, most)
 
 
 def _quantise_int8(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, INT8_BLOCK)
     bits, divisor = _scales(_tops(blocks) * (1 / 127))
-    return bits, _rounded(_ratios(blocks, divisor), 127).to(torch.int8).reshape(-1)
+    return bits, _clipped(blocks, divisor, 127).round_().to(torch.int8).reshape(-1)
+
+
+def _restored(codes: Tensor, bits: Tensor) -> Tensor:
+    """Return each row of codes (int8) times its scale, as one float32 vector."""
+    return codes.to(torch.float32).mul_(_from_bfloat16(bits)[:, None]).reshape(-1)
 
 
 def _restore_int8(parts: Parts, elements: int) -> Tensor:
     bits, codes = parts
-    values = codes.reshape(-1, INT8_BLOCK).to(torch.float32) * _from_bfloat16(bits)[:, None]
-    return values.reshape(-1)[:elements]
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack codes of 0 to 15 (uint8, one block per row) into bytes: the first half of a block goes to the low bits."""
-    half = codes.shape[1] // 2
-    return (codes[:, :half] | (codes[:, half:] << 4)).reshape(-1)
-
-
-def _unpack_nibbles(packed: Tensor) -> Tensor:
-    rows = packed.reshape(-1, INT4_BLOCK // 2)
-    return torch.cat([rows & 15, rows >> 4], dim=1)
+    return _restored(codes.reshape(-1, INT8_BLOCK), bits)[:elements]
 
 
 def _quantise_int4(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, INT4_BLOCK)
     bits, divisor = _scales(_tops(blocks) * (1 / 7))
-    return bits, _pack_nibbles((_rounded(_ratios(blocks, divisor), 7) + 8).to(torch.uint8))
+    # Adding ROUNDER leaves the code in the lowest four bits of a float32.
+    codes = _clipped(blocks, divisor, 7).add_(float(ROUNDER)).view(torch.int32).to(torch.uint8)
+    half = INT4_BLOCK // 2
+    return bits, ((codes[:, :half] & 15) | (codes[:, half:] << 4)).reshape(-1)
 
 
 def _restore_int4(parts: Parts, elements: int) -> Tensor:
     bits, packed = parts
-    codes = _unpack_nibbles(packed).to(torch.float32) - 8
-    return (codes * _from_bfloat16(bits)[:, None]).reshape(-1)[:elements]
+    rows = packed.reshape(-1, INT4_BLOCK // 2)
+    codes = torch.cat([rows & 15, rows >> 4], dim=1).view(torch.int8).sub_(8)
+    return _restored(codes, bits)[:elements]
 
 
 def _quantise_top(values_N: Tensor) -> Parts:
@@ -119,8 +138,7 @@ def _quantise_top(values_N: Tensor) -> Parts:
     kept = _largest(blocks, TOP_KEPT)
     values = blocks.gather(1, kept)
     _, divisor = _scales(top)
-    units = _ratios(values.abs(), divisor) * float(TOP_UNITS)
-    whole = _rounded(units, 2 * int(TOP_UNITS)).to(torch.int32)
+    whole = _clipped(values.abs(), divisor, 2).mul_(float(TOP_UNITS)).round_().to(torch.int32)
     large = whole >= TOP_LARGE
     scales = [_mean(whole, large) * divisor, _mean(whole, ~large) * divisor]
     scales = [torch.where(top.isnan(), top, torch.where(top < float(TINY), 0.0, scale)) for scale in scales]
@@ -170,7 +188,7 @@ CODECS: dict[str, TorchCodec] = {
     "bfloat16": TorchCodec(
         lambda values_N: (_to_bfloat16(values_N),), lambda parts, elements: _from_bfloat16(parts[0])
     ),
-    "int8": TorchCodec(_quantise_int8, _restore_int8),
-    "int4": TorchCodec(_quantise_int4, _restore_int4),
+    "int8": TorchCodec(_last_apart(_quantise_int8, INT8_BLOCK), _restore_int8),
+    "int4": TorchCodec(_last_apart(_quantise_int4, INT4_BLOCK), _restore_int4),
     "top3": TorchCodec(_quantise_top, _restore_top),
 }

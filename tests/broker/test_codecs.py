@@ -15,7 +15,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from archipelago.broker.codecs import CODECS, HUGE, PIECE, TOP_BLOCK, TOP_KEPT, Vector, body_of, codec
+from archipelago.broker.codecs import (
+    CODECS,
+    HUGE,
+    PIECE,
+    TINY,
+    TOP_BLOCK,
+    TOP_KEPT,
+    Vector,
+    _ratios,
+    body_of,
+    codec,
+)
 from archipelago.broker.errors import WireError
 from tests import samples
 from tests.failing import failing
@@ -205,3 +216,12 @@ def test_the_maximum_of_a_block_keeps_its_nan_among_many_blocks() -> None:
     for name in ("int8", "int4"):
         parts = jax.jit(lambda values_N, name=name: codec(name).quantise(values_N, jnp))(values_N)
         assert body_of(parts) == codec(name).encode(values_N), name
+
+
+def test_the_reciprocal_of_every_scale_is_rounded_as_numpy_rounds_it() -> None:
+    """Tops from TINY to HUGE, divided by up to 127, have these scales: all mantissas, and no subnormal reciprocal."""
+    first, last = (np.float32(x).view(np.uint32) >> 16 for x in (TINY / 256, HUGE))
+    scales_S = (np.arange(first, last + 1, dtype=np.uint32) << 16).view(np.float32)
+    ones_Sx1 = np.ones((scales_S.size, 1), np.float32)
+    for xp in (np, jnp):
+        np.testing.assert_array_equal(_ratios(ones_Sx1, scales_S, xp)[:, 0], np.float32(1) / scales_S)
