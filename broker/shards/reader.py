@@ -71,7 +71,7 @@ class ShardedReader:
     """
 
     def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
-        self._readers, self._home, self._layout = readers, readers[0], manifest.shard_layout
+        self._readers, self._primary, self._layout = readers, readers[0], manifest.shard_layout
         #: The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any.
         self.away: dict[int, str] = {}
 
@@ -86,28 +86,28 @@ class ShardedReader:
     # -- the run, from shard 0 ----------------------------------------------------------------------------------------
 
     def runs(self) -> list[str]:
-        return self._home.runs()
+        return self._primary.runs()
 
     def manifest(self) -> Manifest:
-        return self._home.manifest().of_shard(None)
+        return self._primary.manifest().of_shard(None)
 
     def uid(self) -> str | None:
-        return self._home.uid()
+        return self._primary.uid()
 
     def presences(self) -> list[Presence]:
-        return self._home.presences()
+        return self._primary.presences()
 
     def evaluations(self) -> list[Evaluation]:
-        return self._home.evaluations()
+        return self._primary.evaluations()
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
-        self._home.record_evaluation(evaluation)
+        self._primary.record_evaluation(evaluation)
 
     def control(self) -> dict[str, str]:
-        return self._home.control()
+        return self._primary.control()
 
     def note(self, note: Note) -> None:
-        self._home.note(note)
+        self._primary.note(note)
 
     # -- all shards ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class ShardedReader:
         return Pending(sum(each.contributions for each in found), sum(each.tokens for each in found))
 
     def cursors(self) -> dict[str, tuple[int, int]]:
-        return self._home.cursors()
+        return self._primary.cursors()
 
     def tape(self, count: int) -> list[TapeEntry]:
         found: list[tuple[float, TapeEntry]] = []
@@ -192,7 +192,7 @@ class ShardedReader:
         For islands, a further shard that cannot be reached is not served. An error would keep them from the others.
         While shard 0 is served, the others are not asked, because one that hangs would keep the island's heartbeat.
         """
-        if self._home.is_served():
+        if self._primary.is_served():
             return True
         for reader in self._readers[1:]:
             with suppress(UnreachableError):
@@ -333,7 +333,7 @@ class DisplayReader(ShardedReader):
     def _each(self, read: Callable[[ReaderClient], T]) -> dict[int, T]:
         further = [shard for shard in range(1, len(self._readers)) if not self._is_left_out(shard)]
         answers = {shard: self._ask(shard, read) for shard in further}
-        found = {0: read(self._home)}
+        found = {0: read(self._primary)}
         until = self._clock() + self._patience_seconds
         for shard, answer in answers.items():
             try:

@@ -62,7 +62,7 @@ def spec(*parts: Any) -> PartitionSpec:
 
 
 @dataclass(frozen=True)
-class Home:
+class DeviceLayout:
     """The devices of one fragment.
 
     Attributes:
@@ -106,16 +106,16 @@ def own_copy(values: Any, place: Sharding | None) -> jax.Array:
     return copied
 
 
-def home_of(rows: Rows, templates: Mapping[str, jax.ShapeDtypeStruct]) -> Home:
+def device_layout(rows: Rows, templates: Mapping[str, jax.ShapeDtypeStruct]) -> DeviceLayout:
     """Return where a fragment is computed: on the devices of its most spread leaf."""
     shardings = [sharding_of(templates[tensor.name]) for tensor, _ in rows]
     known = [sharding for sharding in shardings if sharding is not None]
     if not known:
-        return Home(None, tuple(shardings))
+        return DeviceLayout(None, tuple(shardings))
     mesh = _mesh_of(max(known, key=lambda sharding: len(sharding.device_set)))
     everywhere = NamedSharding(mesh, spec())
     devices = list(mesh.devices.flat)
-    return Home(mesh, tuple(_on_devices(sharding, devices) or everywhere for sharding in shardings))
+    return DeviceLayout(mesh, tuple(_on_devices(sharding, devices) or everywhere for sharding in shardings))
 
 
 def _mesh_of(sharding: Sharding) -> Mesh:
@@ -147,18 +147,18 @@ def _devices(sharding: NamedSharding) -> list[jax.Device]:
     return list(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else []
 
 
-def at_home(leaf: Any, home: Sharding | None) -> jax.Array:
+def to_sharding(leaf: Any, sharding: Sharding | None) -> jax.Array:
     """Return a leaf of the loop where its fragment is computed. This copies no array that is there already.
 
     An array of numpy is always copied, because `device_put` may share its memory, which the loop may change in place.
     """
-    if home is None:
+    if sharding is None:
         return jnp.asarray(leaf)
-    if isinstance(leaf, jax.Array) and isinstance(home, NamedSharding):
-        there = _on_devices(leaf.sharding, _devices(home))
+    if isinstance(leaf, jax.Array) and isinstance(sharding, NamedSharding):
+        there = _on_devices(leaf.sharding, _devices(sharding))
         if there is not None:
             return _same_bytes(leaf, there)
-    placed: jax.Array = jax.device_put(leaf.copy() if isinstance(leaf, np.ndarray) else leaf, home)
+    placed: jax.Array = jax.device_put(leaf.copy() if isinstance(leaf, np.ndarray) else leaf, sharding)
     return placed
 
 

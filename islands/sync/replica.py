@@ -5,7 +5,7 @@ narrower dtype is no progress: the reference moves by it, or each round would pu
 numbers that the narrow dtype has.
 
 The reference of a fragment is one vector [N]. If tensors of the fragment are split over devices, it is a dictionary of
-tensors that are split alike, and nothing is gathered (see `sharded_cut`).
+tensors that are split alike, and nothing is gathered (see `sharded_encoding`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.sync.adoption import RULES, Adopt
 from archipelago.islands.sync.arrays import (
-    Home,
+    DeviceLayout,
     Rows,
     Tensors,
-    at_home,
     device_copy,
+    device_layout,
     flatten,
-    home_of,
     own_copy,
     plain_templates,
     put,
     settled,
     sharding_of,
+    to_sharding,
     unflatten,
 )
 from archipelago.islands.sync.connection.uplink import SMALL_BYTES
-from archipelago.islands.sync.sharded_cut import split_measure
+from archipelago.islands.sync.sharded_encoding import split_measure
 
 #: From a fragment's reference and its tensors to the codec's parts and the next reference.
 Measure = Callable[[Any, Tensors], tuple[Parts, Any]]
@@ -78,7 +78,7 @@ class Replica:
         self.thin = manifest.config.thin
         self._config, self._donates = manifest.config.adopt, donates
         self._templates = plain_templates(manifest.tensors) if templates is None else templates
-        self._homes = [home_of(rows, self._templates) for rows in self.layout]
+        self._device_layouts = [device_layout(rows, self._templates) for rows in self.layout]
         self._dtypes = [tuple(str(self._templates[tensor.name].dtype) for tensor, _ in rows) for rows in self.layout]
 
     def begin(self, vectors: list[Vector]) -> Tensors:
@@ -126,9 +126,9 @@ class Replica:
         return parts
 
     def _measure(self, fragment: int, codec: str) -> Measure:
-        rows, size, home = self.layout[fragment], self.sizes[fragment], self._homes[fragment]
-        if home.is_split:
-            return split_measure(rows, codec, home)
+        rows, size, devices = self.layout[fragment], self.sizes[fragment], self._device_layouts[fragment]
+        if devices.is_split:
+            return split_measure(rows, codec, devices)
         if codec == self.codec:
             return _compiled_measure(rows, codec)
         # The thin codec is slow to compile and rarely used, so fragments of similar size share one program.
@@ -143,23 +143,23 @@ class Replica:
 
     def _adopted(self, fragment: int, new: Any, part: Tensors) -> tuple[Tensors, Any]:
         """Return a fragment's next tensors and its next reference."""
-        rows, home = self.layout[fragment], self._homes[fragment]
-        adopt = _compiled_adopt(rows, self._config, self._dtypes[fragment], home, self._donates)
+        rows, devices = self.layout[fragment], self._device_layouts[fragment]
+        adopt = _compiled_adopt(rows, self._config, self._dtypes[fragment], devices, self._donates)
         held, moved, exact = adopt(new, part, self.references[fragment])
         after = new if moved is None else moved
-        return held, after if exact is None else _compiled_rounding(rows, home)(after, exact, held)
+        return held, after if exact is None else _compiled_rounding(rows, devices)(after, exact, held)
 
     def _placed(self, fragment: int, vector_N: Vector) -> Any:
         """Return a fragment's vector on its devices, as a reference is kept. Each device gets its own shards only."""
-        rows, home = self.layout[fragment], self._homes[fragment]
-        if not home.is_split:
-            return put(vector_N, home.whole)
+        rows, devices = self.layout[fragment], self._device_layouts[fragment]
+        if not devices.is_split:
+            return put(vector_N, devices.whole)
         parts = [vector_N[offset : offset + tensor.size].reshape(tensor.shape) for tensor, offset in rows]
-        return dict(zip((tensor.name for tensor, _ in rows), put(parts, list(home.tensors)), strict=True))
+        return dict(zip((tensor.name for tensor, _ in rows), put(parts, list(devices.tensors)), strict=True))
 
     def _part(self, fragment: int, tensors: Mapping[str, Any]) -> Tensors:
-        rows, home = self.layout[fragment], self._homes[fragment].tensors
-        return {t.name: at_home(tensors[t.name], there) for (t, _), there in zip(rows, home, strict=True)}
+        rows, devices = self.layout[fragment], self._device_layouts[fragment].tensors
+        return {t.name: to_sharding(tensors[t.name], there) for (t, _), there in zip(rows, devices, strict=True)}
 
 
 # The caches below let all islands of one process, as in virtual time, share one compilation.
@@ -170,10 +170,10 @@ def _compiled_measure(rows: Rows, codec: str) -> Measure:
     It runs three programs. In one program, XLA would find the scale of a block once for each of its elements, which
     takes four times as long on a CPU.
     """
-    cut, move = jax.jit(partial(outer_gradient, rows)), _compiled_move(codec)
+    subtract, move = jax.jit(partial(outer_gradient, rows)), _compiled_move(codec)
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        difference_N = cut(reference_N, part)
+        difference_N = subtract(reference_N, part)
         parts = _compiled_quantise(codec)(difference_N)
         return parts, move(difference_N, reference_N, parts)
 
@@ -182,10 +182,10 @@ def _compiled_measure(rows: Rows, codec: str) -> Measure:
 
 @cache
 def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Measure:
-    cut, settle = jax.jit(partial(_padded_gradient, rows, padded_size)), _compiled_settle(codec, size)
+    subtract, settle = jax.jit(partial(_padded_gradient, rows, padded_size)), _compiled_settle(codec, size)
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        parts_M = _compiled_quantise(codec)(cut(reference_N, part))
+        parts_M = _compiled_quantise(codec)(subtract(reference_N, part))
         return settle(reference_N, parts_M, _compiled_restore(codec, padded_size)(parts_M))
 
     return measure
@@ -220,20 +220,20 @@ def _compiled_settle(codec: str, elements: int) -> Callable[[jax.Array, Parts, j
 
 
 @cache
-def _compiled_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home, donates: bool) -> Any:
-    adopt = partial(_adopt, rows, RULES[config.rule].adopt, dtypes, home.is_split)
-    places = None if home.mesh is None else (home.by_name(rows), None, None)
+def _compiled_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, devices: DeviceLayout, donates: bool) -> Any:
+    adopt = partial(_adopt, rows, RULES[config.rule].adopt, dtypes, devices.is_split)
+    places = None if devices.mesh is None else (devices.by_name(rows), None, None)
     return jax.jit(adopt, donate_argnames="part" if donates else None, out_shardings=places)
 
 
 @cache
-def _compiled_rounding(rows: Rows, home: Home) -> Any:
+def _compiled_rounding(rows: Rows, devices: DeviceLayout) -> Any:
     """Return the program to a reference that has moved by what rounding did to the parameters.
 
     It is a program of its own: within one, XLA may leave out a rounding whose result becomes float32 again.
     """
-    places = home.by_name(rows) if home.is_split else home.whole
-    return jax.jit(partial(_rounded, rows, home.is_split), out_shardings=places)
+    places = devices.by_name(rows) if devices.is_split else devices.whole
+    return jax.jit(partial(_rounded, rows, devices.is_split), out_shardings=places)
 
 
 def outer_gradient(rows: Rows, reference_N: jax.Array, part: Tensors) -> jax.Array:

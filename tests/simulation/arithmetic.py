@@ -157,5 +157,5 @@ def _measure(rows: Any, codec_name: str) -> Any:
     return measure
 
 
-def _adopt(rows: Any, config: AdoptConfig, dtypes: Any, home: object, donates: bool) -> Any:
+def _adopt(rows: Any, config: AdoptConfig, dtypes: Any, devices: object, donates: bool) -> Any:
     return partial(archipelago.islands.sync.replica._adopt, rows, RULES[config.rule].adopt, dtypes, False)

@@ -132,7 +132,7 @@ class Link:
                  patient_work=partial(self._receive, channel, BLOCK_SECONDS))
             for channel in self.channels
         ]  # fmt: skip
-        self._beating = Pump("heartbeat", self._beat_home, wait_seconds=HEARTBEAT_SECONDS)
+        self._beating = Pump("heartbeat", self._beat_primary, wait_seconds=HEARTBEAT_SECONDS)
         self._telling = [
             Pump(_named("heartbeat", channel), partial(self._tell, channel), wait_seconds=HEARTBEAT_SECONDS)
             for channel in self.channels[1:]
@@ -258,7 +258,7 @@ class Link:
         """Send the heartbeat to all shards. Send the notes, read the operator's request, and renew leases."""
         for channel in self.channels[1:]:
             self._tell(channel)
-        self._beat_home()
+        self._beat_primary()
 
     def _tell(self, channel: Channel) -> None:
         """Tell the merger of a further shard that this island lives. A shard that is away misses it."""
@@ -270,7 +270,7 @@ class Link:
                 log.debug("shard %s did not take the heartbeat: %s", channel.shard, error.what)
         self._note_told(channel.shard, beat)
 
-    def _beat_home(self) -> None:
+    def _beat_primary(self) -> None:
         """Send shard 0 the heartbeat and the notes. Read the operator's request, renew leases, look for newcomers."""
         beat = self.heartbeat
         if beat is None:

@@ -23,7 +23,7 @@ from archipelago.islands.inner import begin, compile_steps
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.placement import placement_of
-from archipelago.islands.sync import recovery, sharded_cut
+from archipelago.islands.sync import recovery, sharded_encoding
 from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.team.computing import SharedComputation, follow
@@ -92,7 +92,7 @@ def test_no_device_gathers_a_tensor(capfd: pytest.CaptureFixture[str]) -> None:
     of = tree_run("int4")
     replica = Replica(of, templates())
     params = replica.begin([np.zeros(of.sizes[0], np.float32)])
-    program = sharded_cut.compiled_measure(of.layout[0], "int4", replica._homes[0])
+    program = sharded_encoding.compiled_measure(of.layout[0], "int4", replica._device_layouts[0])
     text = program.lower(replica.references[0], replica._part(0, params)).compile().as_text()
     shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([0-9,]+)\]", text)]
     assert sum(of.sizes) / 4 < max(map(math.prod, shapes)) < sum(of.sizes) / 2

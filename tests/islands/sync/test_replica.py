@@ -127,7 +127,7 @@ def test_adopted_parameters_take_the_memory_of_the_former_ones() -> None:
     replica, params = begun(manifest("carry"), counting())
     own, reference_N = replica._part(1, params), replica.references[1]
     adopt = replica_module._compiled_adopt(
-        replica.layout[1], AdoptConfig("carry"), ("float32",) * 2, replica._homes[1], True
+        replica.layout[1], AdoptConfig("carry"), ("float32",) * 2, replica._device_layouts[1], True
     )
     program = adopt.lower(reference_N, own, reference_N).compile()
     assert program.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in own.values())

@@ -18,7 +18,7 @@ from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.presence import LIVE_SECONDS
 from archipelago.islands.sync.adoption import is_sound
-from archipelago.islands.sync.arrays import at_home
+from archipelago.islands.sync.arrays import to_sharding
 from archipelago.islands.sync.heartbeat import STALL_SECONDS
 from tests.failing import failing
 from tests.islands.sync.connection.link_run import draft
@@ -182,7 +182,7 @@ def test_numpy_leaves_may_be_changed_in_place_after_a_sync() -> None:
     placed = SingleDeviceSharding(jax.devices()[0])
     memory = np.ones(1 << 16, np.float32)
     leaf = memory[(-memory.ctypes.data % 64) // 4 :][: 1 << 15]
-    held = [at_home(leaf, None), at_home(leaf, placed)]
+    held = [to_sharding(leaf, None), to_sharding(leaf, placed)]
     leaf += 1.0
     assert [float(each.max()) for each in held] == [1.0, 1.0]
 

@@ -5,7 +5,7 @@ rows, so that each device has a contiguous piece of the vector. A device encodes
 left at both ends of a piece, fewer elements than a block each, is an edge. The edges, and the tensors that every device
 has whole, are encoded by all devices alike. So the bytes are those of one device, and no device gathers a tensor.
 
-This module only plans, with whole numbers. `sharded_cut` computes.
+This module only plans, with whole numbers. `sharded_encoding` computes.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CutPlan:
-    """The cut of one fragment. A device encodes its whole blocks of each spread tensor, and then the rest.
+class SlicePlan:
+    """The slices of one fragment. A device encodes its whole blocks of each spread tensor, and then the rest.
 
     Attributes:
         axes: All axes that tensors are spread over.
@@ -141,7 +141,7 @@ class TensorAxes(NamedTuple):
 
 
 def spread_of(tensor: Tensor, offset: int, placed: TensorAxes, mesh: Mapping[str, int], block: int) -> Spread | None:
-    """Return how a tensor is cut; None for one that every device has whole, or that is too small to be cut."""
+    """Return how a tensor is sliced; None for one that every device has whole, or that is too small to be sliced."""
     used = [dimension for dimension, axes in enumerate(placed.by_dimension) if axes]
     if not used:
         return None
@@ -211,8 +211,8 @@ class _Planner:
         return int(np.ravel_multi_index([own.get(axis, 0) for axis in self.axes], [self.mesh[a] for a in self.axes]))
 
 
-def plan(rows: Rows, placed: Sequence[TensorAxes], mesh: Mapping[str, int], block: int) -> CutPlan:
-    """Return the cut of a fragment.
+def plan_slices(rows: Rows, placed: Sequence[TensorAxes], mesh: Mapping[str, int], block: int) -> SlicePlan:
+    """Return the slices of a fragment.
 
     Args:
         rows: The fragment's tensors with their offsets.
@@ -220,15 +220,15 @@ def plan(rows: Rows, placed: Sequence[TensorAxes], mesh: Mapping[str, int], bloc
         mesh: The size of each axis.
         block: The elements of a block of the codec.
     """
-    cut = [spread_of(*row, where, mesh, block) for row, where in zip(rows, placed, strict=True)]
-    spread = [one for one in cut if one is not None]
+    sliced = [spread_of(*row, where, mesh, block) for row, where in zip(rows, placed, strict=True)]
+    spread = [one for one in sliced if one is not None]
     axes = tuple(axis for axis in mesh if any(axis in one.axes for one in spread))
     planner = _Planner(axes, mesh, spread)
-    for (tensor, _), one in zip(rows, cut, strict=True):
+    for (tensor, _), one in zip(rows, sliced, strict=True):
         if one is None:
             planner.add_whole(tensor)
         else:
             planner.add_spread(one)
     planner.settle()
     edges, devices = np.array(planner.edges, np.int32), math.prod(mesh[axis] for axis in axes)
-    return CutPlan(axes, devices, tuple(spread), tuple(planner.rest), edges, planner.places, tuple(planner.segments))
+    return SlicePlan(axes, devices, tuple(spread), tuple(planner.rest), edges, planner.places, tuple(planner.segments))

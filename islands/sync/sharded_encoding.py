@@ -1,4 +1,4 @@
-"""The cut of a fragment on its devices, as `cuts` plans it: encoded blocks, and what the receiver will read."""
+"""The encoding of a fragment on its devices, as `slices` plans it: encoded blocks, and what the receiver will read."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from archipelago.broker.codecs import Codec, Parts
 from archipelago.broker.codecs import codec as codec_of
-from archipelago.islands.sync.arrays import Home, Rows, Tensors, spec
-from archipelago.islands.sync.cuts import CutPlan, Segment, Spread, TensorAxes, plan
+from archipelago.islands.sync.arrays import DeviceLayout, Rows, Tensors, spec
+from archipelago.islands.sync.slices import Segment, SlicePlan, Spread, TensorAxes, plan_slices
 
 
 @cache
-def split_measure(rows: Rows, codec: str, home: Home) -> Callable[[Tensors, Tensors], tuple[Parts, Tensors]]:
+def split_measure(rows: Rows, codec: str, devices: DeviceLayout) -> Callable[[Tensors, Tensors], tuple[Parts, Tensors]]:
     """Return what measures a fragment where its shards lie.
 
     The host puts together what several devices have encoded.
     """
-    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
-    compiled = compiled_measure(rows, codec, home)
+    chosen, plan = codec_of(codec), slice_plan(rows, devices, codec)
+    compiled = compiled_measure(rows, codec, devices)
 
     def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
         parts, after = compiled(reference, part)
-        if cut.spread:
-            parts = tuple(AssembledPart(i, chosen, cut, each) for i, each in enumerate(parts))
+        if plan.spread:
+            parts = tuple(AssembledPart(i, chosen, plan, each) for i, each in enumerate(parts))
         return parts, after
 
     return measured
 
 
-def cut_of(rows: Rows, home: Home, codec: str) -> CutPlan:
-    """Return how a fragment is cut for a codec."""
-    placed = [_axes(there) for there in home.tensors]
-    return plan(rows, placed, dict(home.mesh.shape) if home.mesh else {}, codec_of(codec).block)
+def slice_plan(rows: Rows, devices: DeviceLayout, codec: str) -> SlicePlan:
+    """Return how a fragment is sliced for a codec."""
+    placed = [_axes(there) for there in devices.tensors]
+    return plan_slices(rows, placed, dict(devices.mesh.shape) if devices.mesh else {}, codec_of(codec).block)
 
 
 def _axes(there: Sharding | None) -> TensorAxes:
@@ -47,30 +47,30 @@ def _axes(there: Sharding | None) -> TensorAxes:
     return TensorAxes(tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec))
 
 
-def compiled_measure(rows: Rows, codec: str, home: Home) -> Any:
+def compiled_measure(rows: Rows, codec: str, devices: DeviceLayout) -> Any:
     """Return the program that encodes a fragment where its shards lie, and moves its references."""
-    assert home.mesh is not None  # noqa: S101
-    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
+    assert devices.mesh is not None  # noqa: S101
+    chosen, plan = codec_of(codec), slice_plan(rows, devices, codec)
 
     def measure(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
         values = {tensor.name: reference[tensor.name] - part[tensor.name].astype(jnp.float32) for tensor, _ in rows}
-        parts, restored = encode(chosen, cut, home.mesh, values)
+        parts, restored = encode(chosen, plan, devices.mesh, values)
         return parts, {name: reference[name] - restored[name] for name in values}
 
     # The leader of several hosts sends what all of them have encoded.
-    is_here = all(device.process_index == jax.process_index() for device in home.mesh.devices.flat)
-    encoded = NamedSharding(home.mesh, spec(cut.axes) if cut.axes and is_here else spec())
-    return jax.jit(measure, out_shardings=(encoded, home.by_name(rows)))
+    is_here = all(device.process_index == jax.process_index() for device in devices.mesh.devices.flat)
+    encoded = NamedSharding(devices.mesh, spec(plan.axes) if plan.axes and is_here else spec())
+    return jax.jit(measure, out_shardings=(encoded, devices.by_name(rows)))
 
 
 def encode(
-    chosen: Codec, plan: CutPlan, mesh: Mesh | None, values: Mapping[str, jax.Array]
+    chosen: Codec, plan: SlicePlan, mesh: Mesh | None, values: Mapping[str, jax.Array]
 ) -> tuple[Parts, dict[str, jax.Array]]:
     """Encode a fragment where its shards lie.
 
     Args:
         chosen: The codec.
-        plan: The cut.
+        plan: The slices of each device.
         mesh: The devices; None if all tensors are on one.
         values: The float32 values of each tensor.
 
@@ -111,14 +111,14 @@ def _whole(mesh: Mesh, one: Spread, rows: jax.Array) -> jax.Array:
     return rows[: one.rows].reshape(one.tensor.shape)
 
 
-def _encode_pieces(chosen: Codec, plan: CutPlan, pieces: dict[str, jax.Array]) -> tuple[Parts, dict[str, jax.Array]]:
+def _encode_pieces(chosen: Codec, plan: SlicePlan, pieces: dict[str, jax.Array]) -> tuple[Parts, dict[str, jax.Array]]:
     """Encode what this device encodes alone, and then the rest, as one vector of whole blocks."""
-    cut = [_cut(one, pieces[one.tensor.name].reshape(-1)) for one in plan.spread]
+    sliced = [_sliced(one, pieces[one.tensor.name].reshape(-1)) for one in plan.spread]
     places_E = _joined([jax.lax.all_gather(edges, one.axes, tiled=True)
-                        for one, (_, edges) in zip(plan.spread, cut, strict=True) if one.has_edges])  # fmt: skip
+                        for one, (_, edges) in zip(plan.spread, sliced, strict=True) if one.has_edges])  # fmt: skip
     edges = places_E[plan.edges]
     rest = [pieces[what].reshape(-1) if isinstance(what, str) else edges[what[0] : what[1]] for what in plan.rest]
-    vector_M = _joined([*(blocks for blocks, _ in cut), *rest])
+    vector_M = _joined([*(blocks for blocks, _ in sliced), *rest])
     parts = chosen.quantise(vector_M, jnp)
     restored_M = chosen.restore(parts, vector_M.size, jnp)
     return parts, _restored(plan, restored_M, pieces)
@@ -128,7 +128,7 @@ def _joined(vectors: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(vectors) if vectors else jnp.zeros(0, jnp.float32)
 
 
-def _cut(one: Spread, piece_L: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sliced(one: Spread, piece_L: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a device's whole blocks of a tensor, and both edges [2 blocks]."""
     if not one.has_edges:
         return piece_L, piece_L[:0]
@@ -145,7 +145,7 @@ def _own(one: Spread) -> tuple[jax.Array, jax.Array, jax.Array]:
     return mine[0], mine[1], mine[2]
 
 
-def _restored(plan: CutPlan, vector_M: jax.Array, pieces: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def _restored(plan: SlicePlan, vector_M: jax.Array, pieces: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Return a device's piece of each tensor as the receiver will read it, from the vector that it has encoded."""
     at, found, edges = 0, {}, []
     for one in plan.spread:
@@ -183,13 +183,13 @@ def _with_edges(one: Spread, blocks: jax.Array, edges: jax.Array) -> jax.Array:
 class AssembledPart:
     """One of a codec's arrays, whose pieces were encoded on several devices. The host puts them together."""
 
-    def __init__(self, index: int, chosen: Codec, plan: CutPlan, encoded: jax.Array) -> None:
+    def __init__(self, index: int, chosen: Codec, plan: SlicePlan, encoded: jax.Array) -> None:
         """Note what the devices have encoded.
 
         Args:
             index: Which of the codec's arrays it is.
             chosen: The codec.
-            plan: The cut.
+            plan: The slices of each device.
             encoded: This array of all devices along the plan's axes.
         """
         self._index, self._codec, self._plan, self._encoded = index, chosen, plan, encoded
