@@ -1,4 +1,4 @@
-"""Tensors on their way to the host: copies, the frozen ones among them, and what an island says about its machine."""
+"""Tensors on their way from and to the host, the frozen tensors, and what an island says about its machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Tensor = Any
 class HostCopy:
     """A copy of a tensor in the memory of the host, for numpy.
 
-    The training thread begins the copy and goes on. Another thread waits for it, when it reads the values.
+    The training thread begins the copy and goes on, since the tensor may change with the next step. Another thread
+    waits for the copy, when it reads the values.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -50,15 +51,59 @@ class HostCopy:
         return values.view(np.uint16) if values.dtype == np.int16 else values
 
 
-def on_device(values: np.ndarray[Any, Any], device: Any) -> Tensor:
-    """Return an array of the host on a device, without waiting for the device's earlier work.
+class CopyStream:
+    """A stream of a CUDA device for copies beside the training steps. The link's threads make and await them."""
 
-    On the CPU the tensor shares the array's memory, so neither may be changed.
-    """
-    tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    def __init__(self, device: Any) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def mark(self) -> Any:
+        """Return an event after all work that the calling thread has given to the device so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def to_host(self, tensor: Tensor, after: Any) -> Tensor:
+        """Return a copy in the memory of the host, made after an event of `mark`."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            copied = tensor.to("cpu", non_blocking=True)
+        self._stream.synchronize()
+        return copied
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor of the host on the device."""
+        with torch.cuda.stream(self._stream):
+            copied = tensor.pin_memory().to(self._device, non_blocking=True)
+        self._stream.synchronize()
+        return copied
+
+    def use(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of `to_device` for the calling thread's own work, after which its memory may be used anew."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
+
+
+class LateCopy(HostCopy):
+    """A copy of a tensor that does not change any more. The thread that reads the values makes it."""
+
+    def __init__(self, tensor: Tensor, copies: CopyStream) -> None:
+        """Note the tensor, which the device may still compute."""
+        self._tensor, self._copies, self._computed = tensor.detach(), copies, copies.mark()
+
+    def is_ready(self) -> bool:
+        """Return whether the device has computed the tensor."""
+        return bool(self._computed.query())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Copy the tensor, and return it as `HostCopy` does."""
+        self._copied, self._host = None, self._copies.to_host(self._tensor, self._computed)
+        return super().__array__(dtype, copy)
+
+
+def of_host(values: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor that shares the memory of an array, so neither may be changed. A read-only array is copied."""
+    return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
 class _CudaMemory:

@@ -165,8 +165,8 @@ class Courier:
             if own.numel():
                 dist.recv(own, self._ranks[0], group=self._group)
             return
-        own.copy_(pieces.piece(whole, self.rank))
+        own.copy_(pieces.piece(whole, self.rank), non_blocking=True)
         for rank in self._ranks[1:]:
             part = pieces.piece(whole, rank)
             if part.numel():
-                dist.send(part.to(own.device).contiguous(), rank, group=self._group)
+                dist.send(part.to(own.device, non_blocking=True).contiguous(), rank, group=self._group)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.pytorch.codecs import CODECS, TorchCodec
 from archipelago.islands.pytorch.codecs import Parts as TorchParts
-from archipelago.islands.pytorch.host import HostCopy, on_device
+from archipelago.islands.pytorch.host import CopyStream, HostCopy, LateCopy, of_host
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, own_piece
 from archipelago.islands.sync.adoption import RULES
@@ -29,18 +30,20 @@ Tensors = Mapping[str, Any]
 class TorchReplica:
     """The references of all fragments, float32 [N] each. The parameters belong to the module and are passed in."""
 
-    def __init__(self, manifest: Manifest, device: Any) -> None:
+    def __init__(self, manifest: Manifest, device: Any, copies: CopyStream | None = None) -> None:
         """Begin without references.
 
         Args:
             manifest: The run.
             device: The device of the module.
+            copies: Copies between the host and the device; by default a stream of CUDA, and none on other devices.
         """
         self.rule = RULES[manifest.config.adopt.rule]
         self.layout = manifest.layout
         self.codec = manifest.config.wire.up
         self.device = device
         self.references: list[Any] = []
+        self._copies = CopyStream(device) if copies is None and device.type == "cuda" else copies
 
     def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
         """Set the parameters to these float32 vectors, one for each fragment."""
@@ -55,9 +58,13 @@ class TorchReplica:
         with torch.no_grad():
             parts, restored_N = self._quantised(fragment, chosen, reference_N - _flatten(self.layout[fragment], params))
             self.references[fragment] = reference_N - restored_N
-            return tuple(HostCopy(part) for part in parts)
+            return tuple(LateCopy(part, self._copies) if self._copies else HostCopy(part) for part in parts)
 
-    def adopt(self, fragment: int, params: Tensors, new_N: Vector | None) -> Tensors:
+    def prepare(self, fragment: int, new_N: Vector) -> Any:
+        """Bring a snapshot to the device, in the link's thread. `adopt` takes the result."""
+        return self._copies.to_device(of_host(new_N)) if self._copies else new_N
+
+    def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
         """Adopt a fragment's snapshot by the run's rule, in place, and return the parameters."""
         rows = self.layout[fragment]
         with torch.no_grad():
@@ -73,8 +80,10 @@ class TorchReplica:
     # -- where a fragment lives ---------------------------------------------------------------------------------------
 
     def _placed(self, fragment: int, vector_N: Any) -> Any:
-        """Return a fragment's vector of the host where its tensors are."""
-        return on_device(vector_N, self.device)
+        """Return a fragment's vector, of the host or prepared, where its tensors are."""
+        if torch.is_tensor(vector_N):
+            return self._copies.use(vector_N) if self._copies else vector_N
+        return of_host(vector_N).to(self.device)
 
     def _quantised(self, fragment: int, chosen: TorchCodec, delta_N: Any) -> tuple[TorchParts, Any]:
         """Return the codec's parts of a fragment's outer gradient, and what the merger will read."""
@@ -117,7 +126,7 @@ class SharedReplica(TorchReplica):
             super().begin(params, vectors)
         self._team.share(list(self._tensors.values()))
 
-    def adopt(self, fragment: int, params: Tensors, new_N: Vector | None) -> Tensors:
+    def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
         """Adopt a fragment's snapshot, which only the leader gives."""
         self._tell(True, fragment)
         if self._team.leads:
@@ -144,19 +153,23 @@ class SplitReplica(TorchReplica):
         self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
         self._own_sizes = [sum(tensor.size for tensor, _ in rows) for rows in self.layout]
 
+    def prepare(self, fragment: int, new_N: Vector) -> Any:
+        """Bring a snapshot to memory from which the leader's pieces travel without another copy."""
+        return of_host(new_N).pin_memory() if self._copies else new_N
+
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts, in the leader. The references move everywhere."""
         self._tell(False, fragment)
         return super().measure(fragment, params, codec)
 
-    def adopt(self, fragment: int, params: Tensors, new_N: Vector | None) -> Tensors:
+    def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
         """Adopt a fragment's snapshot, which only the leader gives."""
         self._tell(True, fragment)
         return super().adopt(fragment, params, new_N)
 
     def _placed(self, fragment: int, vector_N: Any) -> Any:
         """Return this process's piece of a fragment, which the leader has in the memory of its host."""
-        return self._scattered(fragment, None if vector_N is None else on_device(vector_N, torch.device("cpu")))
+        return self._scattered(fragment, of_host(vector_N) if isinstance(vector_N, np.ndarray) else vector_N)
 
     def _quantised(self, fragment: int, chosen: TorchCodec, delta_N: Any) -> tuple[TorchParts, Any]:
         parts, restored_N, size = (), None, sum(tensor.size for tensor, _ in self._whole[fragment])

@@ -69,8 +69,11 @@ class AnyReplica(Protocol):
     def measure(self, fragment: int, params: Any, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts."""
 
-    def adopt(self, fragment: int, params: Any, new_N: Vector) -> Any:
-        """Return the parameters after a fragment's snapshot was adopted."""
+    def prepare(self, fragment: int, new_N: Vector, /) -> Any:
+        """Bring a fragment's snapshot to the device. The link's thread calls this."""
+
+    def adopt(self, fragment: int, params: Any, new_N: Any) -> Any:
+        """Return the parameters after a fragment's snapshot was adopted. It may be prepared."""
 
 
 class Parameters(Protocol):

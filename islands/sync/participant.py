@@ -118,6 +118,8 @@ class Participant:
         self.stretch = self.tokens_per_step = 0.0
         self.run_steps = config.inner.steps
         link.gives_state = self.optimizer.copies is not None
+        for channel in link.channels:
+            channel.inbox.prepare = replica.prepare
         link.stall_seconds = self.speed.stall_seconds
         self._replica, self._ranges, self._on_marker, self._diverged_max = replica, ranges, on_marker, diverged_max
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps

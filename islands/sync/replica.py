@@ -134,11 +134,14 @@ class Replica:
         # The thin codec is slow to compile and rarely used, so fragments of similar size share one program.
         return _padded_measure(rows, codec, size, _padded_size(size, max(self.sizes)))
 
-    def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector) -> Tensors:
-        """Return the tensors after the fragment's snapshot was adopted by the run's rule."""
-        part, self.references[fragment] = self._adopted(
-            fragment, self._placed(fragment, new_N), self._part(fragment, tensors)
-        )
+    def prepare(self, fragment: int, new_N: Vector) -> Any:
+        """Bring a fragment's snapshot to the device, in the link's thread. `adopt` takes the result."""
+        return self._placed(fragment, new_N)
+
+    def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Any) -> Tensors:
+        """Return the tensors after the fragment's snapshot, which may be prepared, was adopted by the run's rule."""
+        new = self._placed(fragment, new_N) if isinstance(new_N, np.ndarray) else new_N
+        part, self.references[fragment] = self._adopted(fragment, new, self._part(fragment, tensors))
         return {**tensors, **{name: settled(leaf, self._templates[name]) for name, leaf in part.items()}}
 
     def _adopted(self, fragment: int, new: Any, part: Tensors) -> tuple[Tensors, Any]:

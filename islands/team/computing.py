@@ -60,6 +60,10 @@ class LeadingReplica(Replica):
         self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec))
         return super().measure(fragment, tensors, codec)
 
+    def prepare(self, fragment: int, new_N: Vector) -> Vector:
+        """Leave a snapshot in the memory of the host, from which all processes get it."""
+        return new_N
+
     def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector) -> Tensors:
         """Adopt a fragment's snapshot in all processes."""
         self._team.tell(Work.ADOPT, fragment)

@@ -14,7 +14,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
@@ -61,6 +63,8 @@ class Announcements:
         self._outbox = outbox
         self._clock = clock
         self.snapshots = Snapshots(transport, manifest, uplink, clock, self.listen)
+        #: Brings an arrived fragment to the island's device, in this thread, so that the training thread does not wait.
+        self.prepare: Callable[[int, Vector], Any] = lambda p, params_N: params_N
         #: When the last snapshot arrived.
         self.arrived_at = -math.inf
         #: The last closed round that this thread knows of. The ledger's own `closed` follows it, one step boundary
@@ -136,8 +140,9 @@ class Announcements:
             self._early[p] = arrival  # held until all earlier events are processed
             return
         self.arrived_at = self._clock()
+        prepared = replace(arrival, params_N=self.prepare(p, arrival.params_N))
         with self._lock:
-            self._arrivals[p] = arrival
+            self._arrivals[p] = prepared
         if self.snapshots.newest(p) <= max(newest, arrival.snapshot.version):
             self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
         self.listen()

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A snapshot that was downloaded and decoded: float32, N elements."""
+    """A snapshot that was downloaded and decoded: float32, N elements, or what a replica has prepared of it."""
 
     snapshot: Snapshot
     params_N: Vector

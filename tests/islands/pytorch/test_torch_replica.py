@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +23,8 @@ from tests.tiers import examples
 
 torch = pytorch.required()
 
-from archipelago.islands.pytorch.replica import TorchReplica  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.host import CopyStream  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.replica import TorchReplica  # noqa: E402
 
 pytestmark = pytest.mark.full
 
@@ -73,3 +76,44 @@ def test_an_adoption_does_not_change_what_arrived() -> None:
     in_torch.measure(0, tensors)
     in_torch.adopt(0, tensors, np.full(9, 2.0, np.float32))
     assert arrived_N.tolist() == [1.0] * 9
+
+
+class FakeStream(CopyStream):
+    """A stream of a device whose memory is that of the host. It notes in which thread each copy was made."""
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[str, str]] = []
+
+    def mark(self) -> Any:
+        return "computed"
+
+    def to_host(self, tensor: Any, after: Any) -> Any:
+        assert after == "computed"
+        self.copied.append(("to the host", threading.current_thread().name))
+        return tensor.clone()
+
+    def to_device(self, tensor: Any) -> Any:
+        self.copied.append(("to the device", threading.current_thread().name))
+        return tensor.clone()
+
+    def use(self, tensor: Any) -> Any:
+        self.copied.append(("used", threading.current_thread().name))
+        return tensor
+
+
+def test_the_threads_of_the_link_make_all_copies_of_a_device() -> None:
+    copies, here = FakeStream(), threading.current_thread().name
+    manifest = Manifest("own", RunConfig(), TENSORS, (("kernel", "scale"),), NO_CORPUS, {})
+    replica = TorchReplica(manifest, torch.device("cpu"), copies)
+    tensors = {tensor.name: torch.zeros(tensor.shape) for tensor in TENSORS}
+    replica.begin(tensors, [np.zeros(9, np.float32)])
+    tensors["scale"] += 1.0
+    parts = replica.measure(0, tensors)
+    assert not copies.copied
+    with ThreadPoolExecutor(1, thread_name_prefix="link") as link:
+        sent = link.submit(body_of, parts).result()
+        prepared = link.submit(replica.prepare, 0, np.full(9, 3.0, np.float32)).result()
+    replica.adopt(0, tensors, prepared)
+    assert len(sent) == CODECS[replica.codec].encoded_size(9)
+    torch.testing.assert_close(tensors["scale"], torch.full((3,), 3.0), atol=0.02, rtol=0.0)
+    assert copies.copied == [("to the host", "link_0")] * len(parts) + [("to the device", "link_0"), ("used", here)]
