@@ -113,8 +113,10 @@ class _CudaMemory:
         self._device = device
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the bytes that this process has reserved, and those of the device."""
-        _, limit = torch.cuda.mem_get_info(self._device)
+        """Return the bytes that this process has reserved, and those that it may have."""
+        _, size = torch.cuda.mem_get_info(self._device)
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)  # PyTorch 2.6 lacks it
+        limit = int(size * share(self._device))
         return {"bytes_in_use": torch.cuda.memory_reserved(self._device), "bytes_limit": limit}
 
 

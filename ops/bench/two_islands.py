@@ -41,6 +41,7 @@ from archipelago.ops.bench.harness import (
     wait_until,
 )
 from archipelago.ops.chaos.proxy import Proxy
+from archipelago.ops.launch.devices import memory_share
 from archipelago.ops.launch.supervisor import thread_environment
 
 RUN = "sync"
@@ -184,7 +185,8 @@ def _ask(processes: Sequence[MeasuredProcess], command: str) -> list[Any]:
 
 def _train(pipe: Connection, url: str, name: str, size: SyncSize) -> None:
     """An island's process: obey commands."""
-    os.environ |= thread_environment(PROCESSES)  # as the launcher does, and before JAX looks at its devices
+    # as the launcher does, and before JAX looks at its devices
+    os.environ |= {**thread_environment(PROCESSES), **memory_share(len(ISLANDS))}
     pieces = Pieces(OF_ISLAND if size.pieces else {})
     return_freed_memory()  # The real island does this too.
     transport = connect(url, RUN)

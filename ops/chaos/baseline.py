@@ -27,6 +27,7 @@ from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.proxy import LOOPBACK, LoopServer, Proxy
 from archipelago.ops.chaos.schedule import ON_LINKS, Fault
+from archipelago.ops.launch.devices import memory_share
 from archipelago.ops.launch.supervisor import Child, thread_environment
 
 #: A time without a step is downtime if a connection was lost in it, or if it is longer than this, and than this many
@@ -167,11 +168,12 @@ def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitS
     (plan.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     linked = {fault.target for fault in faults if fault.kind in ON_LINKS}
     stack.callback(group.end)
+    environment = {**thread_environment(len(names)), **memory_share(len(names))}
     for name in names:
         proxy = stack.enter_context(Proxy(hub.port)) if name in linked else None
         port = str(proxy.port if proxy else hub.port)
         argv = ["-m", "archipelago.ops.chaos.baseline_worker", str(plan.folder), name, port]
-        child = Child(name, argv, thread_environment(len(names)), plan.folder / "logs" / f"{name}.log")
+        child = Child(name, argv, environment, plan.folder / "logs" / f"{name}.log")
         group.targets[name] = FaultTarget(name, child, proxy)
         group.start(group.targets[name])
     return group

@@ -28,6 +28,7 @@ from archipelago.ops.chaos.injection import TICK_SECONDS, FakeClock, FaultInject
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.record import STANDBY_USED, LoggedTurn
 from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
+from archipelago.ops.launch.devices import memory_share
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.init import create
 from archipelago.ops.launch.supervisor import ISLAND, Child, IslandStandbys, thread_environment
@@ -114,7 +115,8 @@ class RunProcesses(FaultInjector):
         self._turn_logs = plan.folder / "turns"
         self._turn_logs.mkdir(parents=True)
         self._linked = {fault.target for fault in plan.faults if fault.kind in ON_LINKS}
-        self._threads = thread_environment(len(plan.step_seconds))
+        count = len(plan.step_seconds)
+        self._threads = {**thread_environment(count), **memory_share(count + plan.standbys)}
         self.redis = self._redis()
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
         argv = [*ISLAND, "--standby", *self._flags(min(plan.step_seconds.values()))]

@@ -20,6 +20,8 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "tpu":
 #: The arrangements of chips of one TPU host that a process can have.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 ASK_SECONDS = 120.0
+#: The share of an accelerator's memory that JAX takes, in all processes on it together. The driver takes some as well.
+MEMORY_SHARE = 0.9
 #: What another process prints, because asking JAX here would take the devices from the islands.
 _QUESTION = """
 import json, jax
@@ -64,6 +66,19 @@ def accelerators(environ: Mapping[str, str] = os.environ) -> Accelerators | None
     return Accelerators(platform, names if len(names) == count else tuple(map(str, range(count))), kind)
 
 
+def memory_share(processes: int) -> dict[str, str]:
+    """Return the variables that give each of several processes on one accelerator its share of the memory.
+
+    JAX takes the memory at once if there is one process, and as it needs it otherwise. Variables that the user has set
+    are left as they are.
+    """
+    share = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if processes == 1 else "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY_SHARE / processes:.3f}",
+    }
+    return {name: value for name, value in share.items() if name not in os.environ}
+
+
 @dataclass(frozen=True)
 class DeviceShares:
     """What each island gets.
@@ -71,18 +86,21 @@ class DeviceShares:
     Attributes:
         found: The accelerators.
         names: Those of each island.
+        standbys: The number of standbys. Each uses the accelerators of an island, in the order of the islands.
     """
 
     found: Accelerators
     names: tuple[tuple[str, ...], ...]
+    standbys: int = 0
 
     def environment(self, number: int) -> dict[str, str]:
-        """Return the variables that show an island its own accelerators only."""
+        """Return the variables that show an island its own accelerators only, and its share of their memory."""
         names = self.names[number % len(self.names)]
         shown = {VISIBLE[self.found.platform]: ",".join(names)}
         if self.found.platform == "tpu":
-            shown |= {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(names)]}
-        return shown
+            return {**shown, "TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(names)]}
+        users = [*range(len(self.names)), *range(self.standbys)]
+        return {**shown, **memory_share(sum(self.names[user % len(self.names)] == names for user in users))}
 
     def describe(self, island_names: Sequence[str]) -> list[str]:
         """Return one line for each island, and one for those that are not used."""
@@ -138,4 +156,4 @@ def shared_out(
     if mesh is not None:
         require_present(mesh, each, f"its share of {count} × {found.kind}")
     starts = [number * each if islands <= count else number % count for number in range(islands)]
-    return DeviceShares(found, tuple(found.names[start : start + each] for start in starts))
+    return DeviceShares(found, tuple(found.names[start : start + each] for start in starts), standbys)

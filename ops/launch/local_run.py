@@ -27,7 +27,7 @@ from archipelago.ops.launch.devices import DeviceShares
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.supervisor import (
     ISLAND,
-    ISLAND_NICENESS,
+    NICENESS,
     Child,
     IslandStandbys,
     stop_all,
@@ -108,7 +108,8 @@ class LocalRun:
         devices = [shares.environment(number) for number in range(options.islands)] if shares else []
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
-        self.merger = child("merger", "-m", "archipelago.merger", *merger, *options.flags(0))
+        argv = ["-m", "archipelago.merger", *merger, *options.flags(0)]
+        self.merger = child("merger", *argv, niceness=NICENESS if shares else 0)
         task = ["--task", options.task] if options.task else []
         self.islands = []
         for number in range(options.islands):
@@ -117,7 +118,7 @@ class LocalRun:
             where += ["--evaluate-every", str(options.evaluate_every)]
             own = devices[number] if devices else None
             argv = [*ISLAND, *where, *mesh, *task, *options.flags(number + 1)]
-            self.islands.append(child(name, *argv, devices=own, niceness=ISLAND_NICENESS))
+            self.islands.append(child(name, *argv, devices=own, niceness=0 if own else NICENESS))
         argv = [*ISLAND, "--standby", *mesh, *task, *options.curve_flags()]
         self.standbys = IslandStandbys(options.standbys, argv, environment("standby"), folder / "logs", devices)
         for island in self.islands:

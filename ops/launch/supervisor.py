@@ -33,8 +33,9 @@ LAST_LINES = 5
 #: The signals of a program that crashed. Others come from outside.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
-#: Islands of this machine give way to the merger and to Redis, which take little time and for which all islands wait.
-ISLAND_NICENESS = 5
+#: Islands that compute on the processor give way to the merger and to Redis, which take little time and for which all
+#: islands wait. With accelerators the merger gives way: its spectra must not delay the threads that feed a device.
+NICENESS = 5
 ISLAND = ("-m", "archipelago.islands")
 STANDBYS_MAX = 64
 STANDBYS_REMEDY = f"Choose 0 to {STANDBYS_MAX}; one is usually enough."
@@ -58,8 +59,6 @@ def thread_environment(workers: int) -> dict[str, str]:
     return {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "OMP_NUM_THREADS": str(threads),
-        # Islands on one machine may share an accelerator, so none takes all of its memory.
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
 
 
@@ -270,7 +269,7 @@ class IslandStandbys:
         self.all = [
             Child(
                 f"standby-{number}", argv, {**environment, **own}, logs / f"standby-{number}.log",
-                niceness=ISLAND_NICENESS, is_piped=True,
+                niceness=0 if own else NICENESS, is_piped=True,
             )
             for number, own in enumerate(self._devices)
         ]  # fmt: skip

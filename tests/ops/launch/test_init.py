@@ -194,8 +194,7 @@ def test_each_island_gets_equally_many() -> None:
     assert shared_out(None, 64, 3, mesh=MeshShape(data=8)) is None
     shares = shared_out(FOUR, 2)
     assert shares is not None
-    visible = [shares.environment(n) for n in range(2)]
-    assert visible == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert [shares.environment(n)["CUDA_VISIBLE_DEVICES"] for n in range(2)] == ["0,1", "2,3"]
     assert len(shares.describe(["a", "b"])) == 2
     odd = shared_out(FOUR, 3)
     assert odd is not None
@@ -209,6 +208,15 @@ def test_islands_share_accelerators_only_if_they_may() -> None:
     shares = shared_out(FOUR, 5, may_share=True)
     assert shares is not None
     assert shares.names == (("0",), ("1",), ("2",), ("3",), ("0",))
+
+
+def test_processes_on_one_accelerator_share_its_memory() -> None:
+    shares = shared_out(FOUR, 5, standbys=2, may_share=True)
+    assert shares is not None
+    # Islands 0 and 4 and standby 0 are on the first one, island 1 and standby 1 on the second.
+    found = [shares.environment(number) for number in range(5)]
+    assert [each["XLA_PYTHON_CLIENT_MEM_FRACTION"] for each in found] == ["0.300", "0.450", "0.900", "0.900", "0.300"]
+    assert [each["XLA_PYTHON_CLIENT_PREALLOCATE"] for each in found] == ["false", "false", "true", "true", "false"]
 
 
 def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,3 +272,6 @@ def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
     for child in (*session.islands, *session.standbys.all):
         assert child.argv[list(child.argv).index("--mesh") + 1] == "fsdp=2"
     assert "CUDA_VISIBLE_DEVICES" not in session.merger.environment
+    assert session.merger.niceness > session.islands[0].niceness == session.standbys.all[0].niceness == 0
+    on_processor = session_of(UpOptions(islands=2), None)
+    assert on_processor.islands[0].niceness > on_processor.merger.niceness == 0
