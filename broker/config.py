@@ -57,8 +57,8 @@ class ModelConfig:
             moments and everything that is sent stay float32. `device` is bfloat16 on accelerators, float32 on CPUs.
         scan_layers: Compile one layer and repeat it, so that the program does not grow with the layers. It costs one
             copy of the layers' parameters a step.
-        rematerialise: Compute each layer again in the backward pass, in place of keeping its activations: less memory
-            for a third more time.
+        rematerialise: Whether to compute each layer again in the backward pass, in place of keeping its activations:
+            less memory for a third more time. `large` does so for the model 1b, which fills an 80 GB card otherwise.
     """
 
     __pydantic_config__ = _STRICT
@@ -66,7 +66,12 @@ class ModelConfig:
     vocabulary: Annotated[int, Ge(BYTES), Le(1 << 24)] = BYTES
     compute_dtype: Literal["device", "float32", "bfloat16"] = "device"
     scan_layers: bool = False
-    rematerialise: bool = False
+    rematerialise: Literal["large", "always", "never"] = "large"
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether the backward pass computes each layer again."""
+        return self.rematerialise == "always" or (self.rematerialise == "large" and self.size == "1b")
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _of_batches(manifest: Manifest) -> int:
     config = manifest.config
     norms = [tensor.size for tensor in manifest.tensors if len(tensor.shape) == 1]
     an_element = ACTIVATION_BYTES * sum(norms)
-    if config.model.rematerialise and norms:  # the inputs of all layers, and all of one layer with its two norms
+    if config.model.recomputes_layers and norms:  # the inputs of all layers, and all of one layer with its two norms
         an_element = min(an_element, 2 * sum(norms) + 2 * ACTIVATION_BYTES * max(norms))
     parts = config.inner.micro_batches
     sums = SUM_PER_PARAMETER * manifest.parameters if parts > 1 else 0

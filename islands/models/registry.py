@@ -104,4 +104,4 @@ def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> M
         )
     named = default_compute_dtype() if config.compute_dtype == "device" else jnp.dtype(config.compute_dtype)
     dtype = named if compute_dtype is None else compute_dtype
-    return MODELS[size].create(dtype, config.vocabulary, depth=Depth(config.scan_layers, config.rematerialise))
+    return MODELS[size].create(dtype, config.vocabulary, depth=Depth(config.scan_layers, config.recomputes_layers))

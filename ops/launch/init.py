@@ -190,6 +190,8 @@ def tell_of_memory(manifest: Manifest, server: Memory) -> None:
     """Say how much memory each part of the run takes, and warn if the Redis or this machine has less."""
     needed, available = footprint(manifest), available_here()
     say(f"memory: {needed.describe()}; {memory_text(available)} are available here")
+    if manifest.config.model.recomputes_layers:
+        say("memory: the backward pass computes each layer again (--model.rematerialise never keeps the activations)")
     room = server.limit - server.used if server.limit else 0
     troubles = [shortage("the island", needed.island, available), shortage("the merger", needed.merger, available)]
     troubles += [shortage("the Redis of the run", needed.redis, room)] if server.limit else []

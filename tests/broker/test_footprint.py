@@ -42,7 +42,7 @@ def test_a_larger_batch_takes_more_memory_in_an_island_only() -> None:
     """Parts of a batch and rematerialisation take less."""
     small, large = (RunConfig(data=DataConfig(batch_size=size)) for size in (8, 64))
     in_parts = replace(large, inner=InnerConfig(micro_batches=8))
-    again = replace(large, model=ModelConfig(rematerialise=True))
+    again = replace(large, model=ModelConfig(rematerialise="always"))
     least, most, *less = (footprint(of(config)) for config in (small, large, in_parts, again))
     assert most.island > least.island + 5e9
     assert replace(most, island=0) == replace(least, island=0)

@@ -63,4 +63,6 @@ def test_the_settings_of_a_run_choose_the_passage_and_the_dtype() -> None:
     single, half = program(compute_dtype="float32"), program(compute_dtype="bfloat16")
     assert ("bf16[" in single, "bf16[" in half) == (False, True)
     assert ("scan[" in single, "scan[" in program(scan_layers=True)) == (False, True)
-    assert ("remat" in single, "remat" in program(rematerialise=True)) == (False, True)
+    recomputing = [ModelConfig(size).recomputes_layers for size in ("124m", "1b")]
+    assert recomputing == [False, True] and not ModelConfig("1b", rematerialise="never").recomputes_layers
+    assert ("remat" in single, "remat" in program(rematerialise="always")) == (False, True)
