@@ -56,7 +56,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
         ignored=sum(channel.inbox.ignored for channel in link.channels),
-        unreadable=" ".join(map(str, link.channels.unreadable[:UNREADABLE_TOLD])),
+        unreadable=_listed(link.channels.unreadable),
         tokens_unsent=(ledger.unsent_tokens + link.channels.queued_tokens) // len(ledger.counts),
         machine=machine.describe(),
         memory_bytes=memory.process,
@@ -65,6 +65,44 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         device_memory_bytes=memory.device,
         device_memory_limit_bytes=memory.device_limit,
     )
+
+
+def first_heartbeat(who: str, before: Heartbeat | None, unreadable: Sequence[int]) -> Heartbeat:
+    """Return the heartbeat of an island that waits for fragments while it joins.
+
+    Args:
+        who: The island and its incarnation.
+        before: The last heartbeat of an earlier incarnation, whose totals stay.
+        unreadable: The fragments that cannot be read.
+    """
+    island, _, incarnation = who.partition("/")
+    return Heartbeat(
+        island=island,
+        incarnation=incarnation,
+        state="joining",
+        host=platform.node()[:200],
+        pid=os.getpid(),
+        device="",
+        steps=before.steps if before else 0,
+        global_step=0,
+        tokens=before.tokens if before else 0,
+        tokens_per_second=0.0,
+        step_seconds=0.0,
+        loss=math.nan,
+        staleness=0.0,
+        backlog=0,
+        sent=0,
+        refused=0,
+        last_refusal="",
+        bytes_up=0,
+        bytes_down=0,
+        link="waits for the parameters",
+        unreadable=_listed(unreadable),
+    )
+
+
+def _listed(unreadable: Sequence[int]) -> str:
+    return " ".join(map(str, unreadable[:UNREADABLE_TOLD]))
 
 
 def _rate(seconds_a_byte: float) -> float:

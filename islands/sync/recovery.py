@@ -213,7 +213,7 @@ class Newcomer:
             log.warning("no peer can be asked for optimiser state: %s", error.what)
             return
         for beat in (presence.heartbeat for presence in presences):
-            if beat.island == island.name and beat.incarnation != island.incarnation:
+            if beat.island == island.name:
                 # Anyone may have written this heartbeat. Larger totals could not be reported any more.
                 self._before = Totals(min(beat.steps, TOTAL_MAX), min(beat.tokens, TOTAL_MAX))
 

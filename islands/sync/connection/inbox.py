@@ -88,10 +88,25 @@ class Announcements:
         self._taken = threading.Event()
 
     def join(self) -> list[Arrival]:
-        """Fetch all fragments, and set the position in the stream so that no newer event is missed."""
-        self._instance = self._transport.reader.instance()
-        self._after = self._transport.reader.last_event()
-        arrivals = [self.snapshots.fetch(p) for p in self._fragments]
+        """Fetch all fragments, and set the position in the stream so that no newer event is missed.
+
+        Raises:
+            WireError: Some fragments cannot be read (`wire.fragment`). Another call fetches only these.
+        """
+        if not self._early:
+            self._instance = self._transport.reader.instance()
+            self._after = self._transport.reader.last_event()
+        fault: WireError | None = None
+        for p in (p for p in self._fragments if p not in self._early):
+            try:
+                self._early[p] = self.snapshots.fetch(p)
+                self.unreadable.discard(p)
+            except WireError as error:
+                self.unreadable.add(p)
+                fault = fault or WireError(f"fragment {p} cannot be read ({error.reason})", code="wire.fragment")
+        if fault is not None:
+            raise fault
+        arrivals, self._early = [self._early[p] for p in self._fragments], {}
         self.heard_round = max(arrival.snapshot.round for arrival in arrivals)
         return arrivals
 

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 
 from archipelago.broker.control import DRAIN, EXPEL, island_field, require_welcome, run_steps
-from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Event, Note
 from archipelago.broker.presence import Heartbeat, NameClaim
@@ -34,6 +34,7 @@ from archipelago.islands.sync.connection.pumps import Pump, Pumps
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.connection.watch import MergerWatch, require_same_run
+from archipelago.islands.sync.heartbeat import first_heartbeat
 from archipelago.islands.sync.recovery import StateForPeer
 
 BLOCK_SECONDS = 1.0
@@ -220,6 +221,7 @@ class Link:
         Raises:
             ConfigError: The operator has excluded this island.
             BrokerError: The broker cannot be reached.
+            WireError: A fragment cannot be read (`wire.fragment`). The mergers are told, and write it again.
         """
         requests = self.transport.reader.control()
         require_welcome(requests, self.name, self.manifest.run)
@@ -227,10 +229,23 @@ class Link:
         name, _, incarnation = self.who.partition("/")
         if name:  # a rehearsal has none
             self._claim = self.transport.island.claim_name(name, incarnation)
-        arrivals = self.channels.join()
+        try:
+            arrivals = self.channels.join()
+        except WireError:
+            if name:
+                self._tell_unreadable()
+            raise
         if name:
             self.serving.look(is_over=self._is_over)
         return arrivals
+
+    def _tell_unreadable(self) -> None:
+        """Tell the mergers which fragments this island cannot read while it joins, so that they write them again."""
+        found = (presence.heartbeat for presence in self.transport.reader.presences())
+        before = next((beat for beat in found if beat.island == self.name), None)
+        beat = first_heartbeat(self.who, before, self.channels.unreadable)
+        for channel in self.channels:
+            channel.transport.island.heartbeat(beat)
 
     # -- pumps --------------------------------------------------------------------------------------------------------
 

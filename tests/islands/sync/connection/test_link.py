@@ -26,6 +26,20 @@ def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harnes
     assert link.channels.bytes_down == harness.transport.reader.counters().bytes_down
 
 
+def test_an_island_tells_the_mergers_what_it_cannot_read_while_it_joins(harness: Harness) -> None:
+    link, lost = harness.new_link(), harness.stored.fragments.pop(0)
+    harness.transport.island.heartbeat(samples.heartbeat("a", incarnation="before", steps=70))
+    for _ in range(2):
+        with failing(WireError, "wire.fragment"):
+            link.join()
+    (presence,) = harness.transport.reader.presences()
+    assert presence.is_live and presence.unreadable == {0} and presence.heartbeat.incarnation == "x"
+    assert presence.heartbeat.steps == 70, "the totals of earlier incarnations stay"
+    harness.stored.fragments[0] = lost
+    assert [arrival.snapshot.fragment for arrival in link.join()] == [0, 1]
+    assert harness.faulty.calls["fragment"] == 4, "what was read is not read again"
+
+
 def test_no_event_during_a_join_is_missed(harness: Harness) -> None:
     link = harness.new_link()
     harness.faulty.after["fragment"] = lambda: harness.close(1, 5.0)
