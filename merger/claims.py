@@ -6,6 +6,9 @@ beyond what the merger saw add no weight (`seen`). They are no reason to refuse 
 trains on while no merger serves. The run's step and the positions of its text advance no further than an island can
 have come; the next contributions of honest islands advance them again. The tape records what was believed, so a replay
 merges the same.
+
+What an island claimed last is in its `Account`, which changes only with the rounds that merge contributions of it. So
+it is the same after a takeover.
 """
 
 from __future__ import annotations
@@ -13,20 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig, SyncConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.broker.shards.layout import OwnRounds
-from archipelago.merger.accounts import SILENT_ROUNDS, Account
-from archipelago.merger.scores import upper_median
+from archipelago.merger.scores import Score, upper_median
 
-#: An island may be this much faster than the median of at least two others.
-SPEED_MAX = 16.0
-#: An island may be this much faster than the only other one: the merger cannot tell which of the two is wrong.
-SPEED_MAX_OF_TWO = 256.0
+#: An island counts until this many rounds have closed without it.
+SILENT_ROUNDS = 64
 #: Each round may advance the run's step by this many strides of H/P steps, if no other island has come further.
 STRIDES_OF_A_ROUND = 2
 #: An island may have read the text of this many sync intervals more than it has answered rounds.
@@ -37,6 +37,45 @@ FIRST_BURST_INTERVALS = 64
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
 HELD_OUT_SHARE_MAX = 0.5
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the rounds that merged an island's contributions say of it.
+
+    Attributes:
+        round: The last of these rounds.
+        tokens: Its merged tokens, summed over the fragments.
+        global_step: The global step that it claimed last.
+        step_seconds: The time of an inner step that it reported last.
+        batch: The tokens in a step that it claimed last.
+        credit: The inner steps that it may have done besides those that weighed (`claims.seen`).
+        score: How well its contributions agree with those of the others (`merger.scores`).
+    """
+
+    round: int = 0
+    tokens: int = 0
+    global_step: int = 0
+    step_seconds: float = 0.0
+    batch: float = 0.0
+    credit: int = 0
+    score: Score = field(default_factory=Score)
+
+    def for_merge(self) -> Account:
+        """Return the account with only those values on which the merge of a round depends."""
+        return Account(round=self.round, credit=self.credit, score=self.score)
+
+    def to_list(self) -> list[float]:
+        """Return the values for JSON. Readers of the state take the tokens (`merged_tokens`)."""
+        return [self.tokens, self.round, self.global_step, self.step_seconds, self.batch, self.credit,
+                *self.score.to_list()]  # fmt: skip
+
+    @classmethod
+    def from_list(cls, values: Sequence[float]) -> Account:
+        """Return the account that `to_list` wrote. Raises ValueError or TypeError for other values."""
+        tokens, number, step, seconds, batch, credit, *rest = values
+        score = Score.from_list(rest)
+        return cls(int(number), int(tokens), int(step), float(seconds), float(batch), int(credit), score)
 
 
 def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, str] | None:
@@ -124,24 +163,6 @@ def usual_batch(accounts: Mapping[str, Account], closed: int) -> float:
     """Return the upper median of the batches that islands have claimed last, of those that contributed of late."""
     batches = [account.batch for account in accounts.values() if closed - account.round <= SILENT_ROUNDS]
     return upper_median(batches) if batches else 0.0
-
-
-# -- speed -----------------------------------------------------------------------------------------------------------
-
-
-def fastest_step_seconds(reported: Mapping[str, float], live: AbstractSet[str]) -> float:
-    """Return the time of an inner step of the fastest live island, as islands report it; 0 without any report.
-
-    While no live island has reported one, all islands count. The lower median of the other islands bounds what the
-    fastest one says, so a minority can neither speed the rounds up by much nor slow them down.
-    """
-    known = {island: seconds for island, seconds in reported.items() if seconds > 0.0 and math.isfinite(seconds)}
-    of_live = [seconds for island, seconds in known.items() if island in live]
-    fastest, *others = sorted(of_live or known.values()) or [0.0]
-    if not others:
-        return fastest
-    factor = SPEED_MAX if len(others) > 1 else SPEED_MAX_OF_TWO
-    return max(fastest, others[(len(others) - 1) // 2] / factor)
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,10 @@
 """Rounds as a state machine without clocks or sockets: contributions and live islands in, decisions out.
 
+`Liveness` decides which islands rounds wait for. A heartbeat says how old it is by the broker's clock and for how long
+the broker keeps it, and both can be forged. The merger therefore also looks at whether heartbeats still arrive. An
+island that sends heartbeats but never contributes counts for a limited time, because each counted island makes rounds
+wait and shrinks the step of rounds without it.
+
 Rounds close in order. The τ rounds after the last closed one are *open* (the window). The first contribution to an open
 round calls it. A round closes when every live island has answered, or when the grace window after its quorum is over.
 It merges everything that waits for its fragment: answers, contributions that came too late for an earlier round, and
@@ -7,23 +12,36 @@ contributions that departing islands sent ahead.
 
 The grace window follows Decoupled DiLoCo (arXiv 2604.21428), Eq. 3: slack = τ·T_step − (T_quorum + T_sync), and
 grace ≤ γ·slack. T_step is the time of one stride (H/P inner steps) of the fastest live island. Times are in seconds.
-Islands report their step times, and `merger.claims` bounds what a minority says.
+Islands report their step times, and `fastest_step_seconds` bounds what a minority says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
-from archipelago.merger.accounts import put_bounded
-from archipelago.merger.claims import fastest_step_seconds
-from archipelago.merger.state import RoundTiming, RunState
+from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
+from archipelago.merger.claims import SILENT_ROUNDS
+from archipelago.merger.state import ACCOUNTS_MAX, RoundTiming, RunState
 
 #: No round waits longer than this after its quorum, however long the steps are that islands report.
 GRACE_SECONDS_MAX = 86400.0
+#: An island may be this much faster than the median of at least two others.
+SPEED_MAX = 16.0
+#: An island may be this much faster than the only other one: the merger cannot tell which of the two is wrong.
+SPEED_MAX_OF_TWO = 256.0
+#: An island counts for at least this long, though SILENT_ROUNDS have closed without it.
+SILENT_SECONDS = 60.0
+#: An island whose steps are long may be silent for this many of them, but no longer than SILENT_SECONDS_MAX.
+SILENT_STEPS = 8
+SILENT_SECONDS_MAX = 900.0
+#: Besides the islands that have contributed, this many newcomers count, or as many as those islands.
+NEWCOMERS_MIN = 8
 
 
 @dataclass(frozen=True)
@@ -182,3 +200,120 @@ def slack(window: int, stride_seconds: float, timing: RoundTiming) -> float:
 def grace_seconds(gamma: float, slack: float) -> float:
     """Return the longest that a round stays open after its quorum, γ · max(0, slack), up to GRACE_SECONDS_MAX."""
     return min(gamma * max(0.0, slack), GRACE_SECONDS_MAX)
+
+
+def fastest_step_seconds(reported: Mapping[str, float], live: AbstractSet[str]) -> float:
+    """Return the time of an inner step of the fastest live island, as islands report it; 0 without any report.
+
+    While no live island has reported one, all islands count. The lower median of the other islands bounds what the
+    fastest one says, so a minority can neither speed the rounds up by much nor slow them down.
+    """
+    known = {island: seconds for island, seconds in reported.items() if seconds > 0.0 and math.isfinite(seconds)}
+    of_live = [seconds for island, seconds in known.items() if island in live]
+    fastest, *others = sorted(of_live or known.values()) or [0.0]
+    if not others:
+        return fastest
+    factor = SPEED_MAX if len(others) > 1 else SPEED_MAX_OF_TWO
+    return max(fastest, others[(len(others) - 1) // 2] / factor)
+
+
+# -- the islands that rounds wait for ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Sighting:
+    """What the merger saw of one island's heartbeats.
+
+    Attributes:
+        heartbeat: The last heartbeat.
+        age_seconds: Its age when the merger last looked, by the broker's clock.
+        arrived_at: When the merger last noticed that a heartbeat had arrived.
+        first_at: When the merger first saw the island.
+        first_round: How many rounds had closed at that time.
+    """
+
+    heartbeat: Heartbeat
+    age_seconds: float
+    arrived_at: float
+    first_at: float
+    first_round: int
+
+
+class Liveness:
+    """Watches heartbeats, and notes which islands contribute."""
+
+    def __init__(self) -> None:
+        #: Live islands that do not count, because they have not contributed for too long or are too many newcomers.
+        self.idle: frozenset[str] = frozenset()
+        self._sightings: dict[str, Sighting] = {}
+        #: When each island has contributed last: how many rounds had closed, and the merger's clock.
+        self._heard: dict[str, tuple[int, float]] = {}
+
+    def load(self, islands: Iterable[str], now: float, closed: int) -> None:
+        """Forget all heartbeats. These islands have contributed; nobody knows how long the merger was away."""
+        self._sightings.clear()
+        self.idle = frozenset()
+        self._heard = dict.fromkeys(islands, (closed, now))
+
+    def heard(self, island: str, now: float, closed: int) -> None:
+        """Note that the island has contributed."""
+        put_bounded(self._heard, island, (closed, now))
+
+    def look(self, presences: Iterable[Presence], now: float, closed: int) -> frozenset[str]:
+        """Return the islands that rounds wait for.
+
+        Args:
+            presences: The heartbeats that the broker holds.
+            now: The merger's clock.
+            closed: How many rounds have closed.
+        """
+        before, self._sightings = self._sightings, {}
+        live = []
+        for presence in presences:
+            island = presence.heartbeat.island
+            sighting = self._sightings[island] = _updated(before.get(island), presence, now, closed)
+            if presence.is_training and now - sighting.arrived_at < LIVE_SECONDS:
+                live.append(sighting)
+        counted = self._counted(live, now, closed)
+        self.idle = frozenset(s.heartbeat.island for s in live) - counted
+        return counted
+
+    def _counted(self, live: Sequence[Sighting], now: float, closed: int) -> frozenset[str]:
+        known = [s for s in live if self._is_heard(s, now, closed)]
+        new = [s for s in live if s.heartbeat.island not in self._heard and _is_new(s, now, closed)]
+        new.sort(key=lambda s: (s.first_at, s.heartbeat.island))
+        chosen = known + new[: max(NEWCOMERS_MIN, len(known))]
+        return frozenset(s.heartbeat.island for s in chosen)
+
+    def _is_heard(self, sighting: Sighting, now: float, closed: int) -> bool:
+        """Return whether the island has contributed, and not too long ago."""
+        if (heard := self._heard.get(sighting.heartbeat.island)) is None:
+            return False
+        number, at = max(heard[0], sighting.first_round), max(heard[1], sighting.first_at)
+        return closed - number <= SILENT_ROUNDS or now - at < _patience(sighting)
+
+
+def _updated(before: Sighting | None, presence: Presence, now: float, closed: int) -> Sighting:
+    beat, age = presence.heartbeat, presence.age_seconds
+    if before is None:
+        return Sighting(beat, age, now, now, closed)
+    # The age of a heartbeat grows until the next one arrives, which also says that the same text was written again.
+    has_arrived = beat != before.heartbeat or age < before.age_seconds
+    arrived_at = now if has_arrived else before.arrived_at
+    return Sighting(beat, age, arrived_at, before.first_at, before.first_round)
+
+
+def _is_new(sighting: Sighting, now: float, closed: int) -> bool:
+    return closed - sighting.first_round <= SILENT_ROUNDS or now - sighting.first_at < _patience(sighting)
+
+
+def _patience(sighting: Sighting) -> float:
+    return min(max(SILENT_SECONDS, SILENT_STEPS * sighting.heartbeat.step_seconds), SILENT_SECONDS_MAX)
+
+
+def put_bounded(values: dict[str, Any], island: str, value: Any) -> None:
+    """Set an island's value, and forget the islands that were set longest ago beyond ACCOUNTS_MAX."""
+    values.pop(island, None)
+    values[island] = value
+    while len(values) > ACCOUNTS_MAX:
+        del values[next(iter(values))]

@@ -19,7 +19,6 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import payload_bytes_max
 from archipelago.merger import claims
-from archipelago.merger.accounts import Liveness
 from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import RESTART_SECONDS, Compactor, RoundRecord, build_commit
@@ -27,7 +26,7 @@ from archipelago.merger.executor import BusyTime, NewExecutor, awaited, in_virtu
 from archipelago.merger.restore import load
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge
-from archipelago.merger.rounds import Close, Rounds
+from archipelago.merger.rounds import Close, Liveness, Rounds
 from archipelago.merger.spectra import Spectra
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import OperatorControls

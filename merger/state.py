@@ -14,11 +14,12 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import COUNT_MAX, Contribution
 from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.broker.wire import digest
-from archipelago.merger.accounts import ACCOUNTS_MAX, Account
-from archipelago.merger.claims import usual_batch
+from archipelago.merger.claims import Account, usual_batch
 from archipelago.merger.scores import Score
 from archipelago.merger.weights import Norms, RunningMean
 
+#: How many islands have an account. Those that were silent longest are forgotten first.
+ACCOUNTS_MAX = 1024
 #: How many incarnations of islands are remembered. Those that were silent longest are forgotten first.
 INCARNATIONS_MAX = 4096
 #: How many incarnations of one island are remembered, so that one island cannot make the merger forget the others.

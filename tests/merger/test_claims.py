@@ -19,13 +19,14 @@ from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.shards.layout import OwnRounds
 from archipelago.merger import claims
-from archipelago.merger.accounts import (
+from archipelago.merger.claims import SILENT_ROUNDS, Account
+from archipelago.merger.rounds import (
     NEWCOMERS_MIN,
-    SILENT_ROUNDS,
     SILENT_SECONDS,
     SILENT_SECONDS_MAX,
-    Account,
+    SPEED_MAX,
     Liveness,
+    fastest_step_seconds,
 )
 from archipelago.merger.state import RunState
 from tests import samples
@@ -125,24 +126,24 @@ def test_a_minority_cannot_make_larger_batches_weigh() -> None:
 def test_a_minority_moves_the_fastest_speed_only_among_honest_speeds(honest: list[float], false: float) -> None:
     hostile = (len(honest) - 1) // 2
     reported = {f"h{i}": s for i, s in enumerate(honest)} | {f"x{i}": false for i in range(hostile)}
-    fastest = claims.fastest_step_seconds(reported, reported.keys())
-    assert min(honest) / claims.SPEED_MAX <= fastest <= max(min(honest), max(honest) / claims.SPEED_MAX)
+    fastest = fastest_step_seconds(reported, reported.keys())
+    assert min(honest) / SPEED_MAX <= fastest <= max(min(honest), max(honest) / SPEED_MAX)
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1.6), min_size=1))
 def test_honest_step_times_are_believed(reported: dict[str, float]) -> None:
-    assert claims.fastest_step_seconds(reported, reported.keys()) == min(reported.values()), "they differ 16-fold"
+    assert fastest_step_seconds(reported, reported.keys()) == min(reported.values()), "they differ 16-fold"
 
 
 def test_the_fastest_step_time_by_hand() -> None:
     reported = {"fast": 0.5, "slow": 2.0, "gone": 0.1, "new": 0.0, "odd": math.nan, "stuck": math.inf}
-    assert claims.fastest_step_seconds(reported, {"fast", "slow"}) == 0.5
-    assert claims.fastest_step_seconds(reported, {"slow"}) == 2.0
+    assert fastest_step_seconds(reported, {"fast", "slow"}) == 0.5
+    assert fastest_step_seconds(reported, {"slow"}) == 2.0
     for none_of in (set[str](), {"new", "odd", "stuck"}):  # no live island is known or has reported a time: use all
-        assert claims.fastest_step_seconds(reported, none_of) == 0.1
-    assert claims.fastest_step_seconds({"new": 0.0, "wrong": -1.0}, {"new"}) == 0.0
-    assert claims.fastest_step_seconds({"x": 1e-300, "a": 1.0, "b": 1.1, "c": 1.2}, set("abcx")) == 1.1 / 16
-    assert claims.fastest_step_seconds({"x": 1e-300, "a": 1.0}, set("ax")) == 1.0 / 256
+        assert fastest_step_seconds(reported, none_of) == 0.1
+    assert fastest_step_seconds({"new": 0.0, "wrong": -1.0}, {"new"}) == 0.0
+    assert fastest_step_seconds({"x": 1e-300, "a": 1.0, "b": 1.1, "c": 1.2}, set("abcx")) == 1.1 / 16
+    assert fastest_step_seconds({"x": 1e-300, "a": 1.0}, set("ax")) == 1.0 / 256
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import archipelago.merger.state
 from archipelago.broker.errors import ConfigError
-from archipelago.merger.accounts import ACCOUNTS_MAX, Account
+from archipelago.merger.claims import Account
 from archipelago.merger.scores import Score
 from archipelago.merger.state import (
+    ACCOUNTS_MAX,
     INCARNATIONS_OF_AN_ISLAND,
     REMEMBERED_MAX,
     RoundTiming,
