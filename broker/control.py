@@ -218,11 +218,6 @@ def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> 
     return _differing(config, values)
 
 
-def read_settings(values: Mapping[str, object]) -> dict[str, float]:
-    """Parse the settings in a merger's state or in a checkpoint. Raises ConfigError."""
-    return {str(name): _number(str(name), checked_value(_OWN, str(name), str(value))) for name, value in values.items()}
-
-
 def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
     """Return the config with these settings instead of its own values."""
     sync, outer = config.sync, config.outer

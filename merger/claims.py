@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig, SyncConfig
 from archipelago.broker.manifest import Manifest
@@ -39,13 +40,12 @@ DATA_SLACK = 4
 HELD_OUT_SHARE_MAX = 0.5
 
 
-@dataclass(frozen=True)
-class Account:
-    """What the rounds that merged an island's contributions say of it.
+class Account(NamedTuple):
+    """What the rounds that merged an island's contributions say of it. Readers of the state take the tokens.
 
     Attributes:
-        round: The last of these rounds.
         tokens: Its merged tokens, summed over the fragments.
+        round: The last of these rounds.
         global_step: The global step that it claimed last.
         step_seconds: The time of an inner step that it reported last.
         batch: The tokens in a step that it claimed last.
@@ -53,29 +53,17 @@ class Account:
         score: How well its contributions agree with those of the others (`merger.scores`).
     """
 
-    round: int = 0
     tokens: int = 0
+    round: int = 0
     global_step: int = 0
     step_seconds: float = 0.0
     batch: float = 0.0
     credit: int = 0
-    score: Score = field(default_factory=Score)
+    score: Score = Score()
 
     def for_merge(self) -> Account:
         """Return the account with only those values on which the merge of a round depends."""
         return Account(round=self.round, credit=self.credit, score=self.score)
-
-    def to_list(self) -> list[float]:
-        """Return the values for JSON. Readers of the state take the tokens (`merged_tokens`)."""
-        return [self.tokens, self.round, self.global_step, self.step_seconds, self.batch, self.credit,
-                *self.score.to_list()]  # fmt: skip
-
-    @classmethod
-    def from_list(cls, values: Sequence[float]) -> Account:
-        """Return the account that `to_list` wrote. Raises ValueError or TypeError for other values."""
-        tokens, number, step, seconds, batch, credit, *rest = values
-        score = Score.from_list(rest)
-        return cls(int(number), int(tokens), int(step), float(seconds), float(batch), int(credit), score)
 
 
 def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, str] | None:

@@ -26,9 +26,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +69,7 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """What is remembered of one island.
 
     Attributes:
@@ -103,8 +102,7 @@ class Score:
 
     def after(self, agreement: float, usual: float, variance: float) -> Score:
         """Return the score with one more comparison of directions in it."""
-        return replace(
-            self,
+        return self._replace(
             agreement=short(DECAY * self.agreement + agreement),
             usual=short(DECAY * self.usual + usual),
             noise=short(DECAY * DECAY * self.noise + variance),
@@ -114,20 +112,7 @@ class Score:
         """Return the score with one more norm in its average, which begins at 1 with the weight of a round."""
         new = max(1.0 - DECAY, 1.0 / (self.rounds + 2))
         average = self.norm + new * (min(norm, NORM_MOST) - self.norm)
-        return replace(self, norm=short(average), rounds=self.rounds + 1)
-
-    def to_list(self) -> list[float]:
-        """Return the values for JSON."""
-        return [self.agreement, self.usual, self.noise, self.norm, self.rounds, self.lowered]
-
-    @classmethod
-    def from_list(cls, values: Sequence[float]) -> Score:
-        """Return the score that `to_list` wrote. Raises ValueError or TypeError for other values."""
-        *averages, rounds, lowered = values
-        agreement, usual, noise, norm = map(float, averages)
-        if not all(map(math.isfinite, averages)):
-            raise ValueError(f"a score that is not finite: {values!r:.100}")
-        return cls(agreement, usual, noise, norm, int(rounds), int(lowered))
+        return self._replace(norm=short(average), rounds=self.rounds + 1)
 
 
 @dataclass(frozen=True)
@@ -194,7 +179,7 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
         for name in islands:
             score = scores.get(name, Score()).with_norm(norms[name])
             is_lowered = score.factor < 1.0 or name in pointing_away
-            scores[name] = replace(score, lowered=score.lowered + 1 if is_lowered else 0)
+            scores[name] = score._replace(lowered=score.lowered + 1 if is_lowered else 0)
     of = [scores.get(one.island, Score()) for one in sent]
     factors = tuple(0.0 if i in away else score.factor for i, score in enumerate(of))
     limits = tuple(norm if score.norm > NORM_LARGE else math.inf for norm, score in zip(usual, of, strict=True))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
+from pydantic import TypeAdapter
 
-from archipelago.broker.control import read_fields, read_settings
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import COUNT_MAX, Contribution
 from archipelago.broker.ranges import advanced, parse_positions
@@ -45,18 +46,17 @@ class FragmentState:
     published_N: jax.Array
 
 
-@dataclass
-class Sequences:
+class Sequences(NamedTuple):
     """The sequence numbers of one incarnation that were seen: all below `floor`, and those in `above`.
 
     The last closed round when one was added is in `round`.
     """
 
     floor: int = 0
-    above: set[int] = field(default_factory=set)
+    above: frozenset[int] = frozenset()
     round: int = 0
 
-    def __contains__(self, sequence: int) -> bool:
+    def __contains__(self, sequence: Any) -> bool:
         return sequence < self.floor or sequence in self.above
 
     def with_one(self, sequence: int, closed: int = 0) -> Sequences:
@@ -69,21 +69,10 @@ class Sequences:
         while floor in above:
             above.remove(floor)
             floor += 1
-        return Sequences(floor, above, closed)
-
-    def to_list(self) -> list[int]:
-        """Return the values for JSON."""
-        return [self.round, self.floor, *sorted(self.above)]
-
-    @classmethod
-    def from_list(cls, values: Sequence[int]) -> Sequences:
-        """Return the numbers that `to_list` wrote. Raises ValueError or TypeError for other values."""
-        closed, floor, *above = map(int, values)
-        return cls(floor, set(above), closed)
+        return Sequences(floor, frozenset(above), closed)
 
 
-@dataclass(frozen=True)
-class RoundTiming:
+class RoundTiming(NamedTuple):
     """Exponential moving averages of a round's times in seconds; None before the first sample, which sets the average.
 
     Attributes:
@@ -241,20 +230,13 @@ class RunState:
         for forgotten in others[: 1 - kept]:
             del self.seen[forgotten]
 
-    def _values(self) -> dict[str, Any]:
-        return vars(self) | {
-            "staleness": asdict(self.staleness),
-            "timing": asdict(self.timing),
-            "norms": {str(p): list(norms) for p, norms in self.norms.items()},
-            "seen": {key: sequences.to_list() for key, sequences in self.seen.items()},
-            "cursors": {name: list(cursor) for name, cursor in self.cursors.items()},
-            "accounts": {island: account.to_list() for island, account in self.accounts.items()},
-        }
-
     def to_json(self) -> str:
         """Return the JSON for the commit: what a fresh state does not have, and a digest of it, which shows damage."""
-        fresh = RunState()._values()
-        return digested({name: value for name, value in self._values().items() if value != fresh[name]})
+        fresh = vars(RunState())
+        values = {name: value for name, value in vars(self).items() if value != fresh[name]}
+        if self.norms:
+            values["norms"] = {str(p): norms for p, norms in self.norms.items()}  # JSON sorts its keys as texts
+        return digested(values)
 
     @classmethod
     def from_json(cls, text: str) -> RunState:
@@ -269,38 +251,28 @@ class RunState:
             values = json.loads(text)
             if values.pop("digest") != _digest_of(values):
                 raise ValueError("its digest differs")
-            values = cls()._values() | values
-            return cls(
-                closed=int(values["closed"]),
-                step=int(values["step"]),
-                tokens=int(values["tokens"]),
-                merged=int(values["merged"]),
-                staleness=RunningMean(**values["staleness"]),
-                timing=RoundTiming(**values["timing"]),
-                norms={int(p): tuple(map(float, norms)) for p, norms in values["norms"].items()},
-                seen={key: Sequences.from_list(numbers) for key, numbers in values["seen"].items()},
-                cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
-                usual_batch=float(values["usual_batch"]),
-                accounts={str(island): Account.from_list(each) for island, each in values["accounts"].items()},
-                refused={str(code): int(count) for code, count in values["refused"].items()},
-                refused_tokens=int(values["refused_tokens"]),
-                bytes_up=int(values["bytes_up"]),
-                covered=int(values["covered"]),
-                steered=read_settings(values["steered"]),
-                control=read_fields(values["control"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return _adapter().validate_python(values)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"the merger's state cannot be read ({error!r})",
+                f"the merger's state cannot be read ({error!r:.200})",
                 "A merger with the --folder of its checkpoints rebuilds it, unless another version has written it.",
                 code="config.lost-state",
             ) from None
 
 
+@cache
+def _adapter() -> TypeAdapter[RunState]:
+    return TypeAdapter(RunState)
+
+
 def _digest_of(values: dict[str, Any]) -> str:
-    return digest(json.dumps(values, sort_keys=True).encode())  # the broker keeps the keys in no order
+    return digest(_text(values).encode())  # the broker keeps the keys in no order
 
 
 def digested(values: dict[str, Any]) -> str:
     """Return a state as JSON, with a digest of itself."""
-    return json.dumps(values | {"digest": _digest_of(values)}, sort_keys=True)
+    return _text(values | {"digest": _digest_of(values)})
+
+
+def _text(values: dict[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, default=sorted)  # sets become lists

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.merger.scores import Sent, short
@@ -54,8 +55,7 @@ def _polynomial(staleness: int) -> float:
 STALENESS: dict[str, Callable[[int], float]] = {"none": _none, "polynomial": _polynomial}
 
 
-@dataclass(frozen=True)
-class RunningMean:
+class RunningMean(NamedTuple):
     """Exponential mean over the rounds of a round's mean s. It starts at 1, as if all earlier rounds were fresh."""
 
     value: float = 1.0

@@ -74,7 +74,7 @@ def seen(*claims_: Contribution, accounts: Mapping[str, Account] | None = None, 
 
 def test_steps_weigh_as_rounds_close() -> None:
     """An island that claims more than it can have done gains nothing, by any number of contributions."""
-    most, known = 1 << 40, {"a": Account(7, credit=5), "b": Account(2)}
+    most, known = 1 << 40, {"a": Account(round=7, credit=5), "b": Account(round=2)}
 
     def steps(island: str, claimed: int, base: int = 3) -> int:
         return seen(claim(island=island, steps=claimed, base=base), accounts=known).steps[0]
@@ -87,7 +87,7 @@ def test_steps_weigh_as_rounds_close() -> None:
     both = seen(*(claim(island="a", sequence=n, steps=20) for n in (1, 0)), accounts=known)
     assert (both.steps, both.credit) == ([9, 20], {"a": 0})
     assert seen(claim(island="a", steps=4), accounts=known).credit == {"a": H + 1}
-    long_ago = {"a": Account(-10_000)}
+    long_ago = {"a": Account(round=-10_000)}
     assert seen(claim(island="a", steps=1), accounts=long_ago).credit["a"] < (CONFIG.sync.staleness_cap + 1) * P * H
 
 
@@ -113,9 +113,9 @@ def test_a_minority_cannot_make_larger_batches_weigh() -> None:
     assert batches([64, 1], "xa") == [64, 1], "of two, nobody can tell which one is right"
     assert batches([64, 1], "xa", usual=2.0) == [2, 1], "in a small round, the run's other islands count"
     assert batches([], "") == []
-    accounts = {"a": Account(9, batch=2.0), "b": Account(9, batch=4.0), "x": Account(9, batch=64.0)}
+    accounts = {"a": Account(round=9, batch=2.0), "b": Account(round=9, batch=4.0), "x": Account(round=9, batch=64.0)}
     assert claims.usual_batch(accounts, 9) == 4.0
-    assert claims.usual_batch(accounts | {"c": Account(8 - SILENT_ROUNDS, batch=99.0)}, 9) == 4.0
+    assert claims.usual_batch(accounts | {"c": Account(round=8 - SILENT_ROUNDS, batch=99.0)}, 9) == 4.0
     assert claims.usual_batch({}, 9) == 0.0
 
 
@@ -215,12 +215,12 @@ def test_an_island_may_have_read_on_while_it_waited_and_as_rounds_closed() -> No
         return claims.steps_read(claim(steps=steps), account, closed, H, P)
 
     assert (read(1 << 40, None), read(5, None)) == (claims.FIRST_BURST_INTERVALS * H, 5)
-    assert read(1, Account(10)) == read(1, Account(12)) == claims.BURST_INTERVALS * H
-    assert read(1, Account(10), 10 + P) == (claims.BURST_INTERVALS + 1) * H
+    assert read(1, Account(round=10)) == read(1, Account(round=12)) == claims.BURST_INTERVALS * H
+    assert read(1, Account(round=10), 10 + P) == (claims.BURST_INTERVALS + 1) * H
 
 
 def test_steps_that_were_claimed_long_ago_move_no_schedule() -> None:
-    accounts = {"a": Account(10, global_step=4)}
+    accounts = {"a": Account(round=10, global_step=4)}
     assert claims.global_steps(accounts, 10 + SILENT_ROUNDS) == {"a": 4}
     assert claims.global_steps(accounts, 11 + SILENT_ROUNDS) == {}
 

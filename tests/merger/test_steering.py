@@ -301,7 +301,7 @@ def test_the_operator_is_told_once_of_a_lowered_weight_and_the_rule_expels() -> 
     good, bad = Score(10.0, 10.0, 0.01), Score(-5.0, 10.0, 0.01)
     before = {"a": good, "b": good}
     for lowered in range(1, 6):
-        after = {"a": good, "b": replace(bad, lowered=lowered)}
+        after = {"a": good, "b": bad._replace(lowered=lowered)}
         controls.tell_of_scores(before, after)
         before = after
     assert [(note.kind, note.text.partition(":")[0]) for note in run.transport.reader.notes(10)] == [

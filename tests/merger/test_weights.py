@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -341,15 +340,6 @@ def test_a_sample_has_the_elements_of_the_decoded_contribution() -> None:
         for part in (slice(100), slice(-77, None)):  # the small tensors as a whole, apart from their norms
             sampled, found = of_body[part], decoded_N[part]
             assert sampled * np.linalg.norm(found) == pytest.approx(found * np.linalg.norm(sampled))
-
-
-def test_scores_survive_json() -> None:
-    scores = after(3, {"a": NOISE}).scores
-    text = json.dumps({name: score.to_list() for name, score in scores.items()})
-    assert {name: Score.from_list(values) for name, values in json.loads(text).items()} == scores
-    for wrong in ([1.0], [math.nan, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]):
-        with pytest.raises(ValueError):
-            Score.from_list(wrong)
 
 
 # -- many islands ----------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_an_expulsion_by_one_merger_holds_in_all_shards(small_task: Workload) ->
     before = {"island-1": GOOD}
     controls, config = run.mergers[1].controls, small_task.config
     controls.config = replace(config, merge=replace(config.merge, expel_after=1))
-    controls.tell_of_scores(before, {"island-1": replace(BAD, lowered=1)})
+    controls.tell_of_scores(before, {"island-1": BAD._replace(lowered=1)})
     assert [merger.transport.reader.control() for merger in run.mergers] == [{"island.island-1": EXPEL}] * 2
     run.turn()
     assert all(merger.controls.refuses("island-1") for merger in run.mergers)
