@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import xxhash
+from annotated_types import Ge
+from pydantic import StringConstraints
 
 from archipelago.broker.errors import MismatchError
-
-_DTYPE = re.compile(r"[a-z0-9_]{1,32}")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 _REMEDY = "All islands must begin with the same frozen tensors: load the weights that the run was created with."
 
 
-@dataclass(frozen=True)
-class FrozenTensor:
+class FrozenTensor(NamedTuple):
     """A tensor that is not trained, as a manifest names it.
 
     Attributes:
@@ -28,23 +26,9 @@ class FrozenTensor:
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-    digest: str
-
-    @classmethod
-    def from_list(cls, values: Sequence[object]) -> FrozenTensor:
-        """Return the tensor that `to_list` wrote. Raises ValueError or TypeError for other values."""
-        name, shape, dtype, digest = values
-        if not isinstance(shape, list) or not all(isinstance(side, int) and side > 0 for side in shape):
-            raise ValueError("frozen: an impossible shape")
-        if not _DTYPE.fullmatch(str(dtype)) or not _DIGEST.fullmatch(str(digest)):
-            raise ValueError("frozen: an impossible dtype or digest")
-        return cls(str(name), tuple(shape), str(dtype), str(digest))
-
-    def to_list(self) -> list[object]:
-        """Return the values for JSON."""
-        return [self.name, list(self.shape), self.dtype, self.digest]
+    shape: tuple[Annotated[int, Ge(1)], ...]
+    dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")]
+    digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, get_args
+from typing import Annotated, Literal, NamedTuple
+
+from annotated_types import Ge
+from pydantic import StringConstraints, TypeAdapter
 
 from archipelago.broker import config as configs
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
-from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.messages import Name
 from archipelago.broker.shards.layout import SHARDS_MAX, Layout, OwnRounds, dealt
 
 TensorKind = Literal["embedding", "rest"]
@@ -31,7 +33,6 @@ PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "red
 MISSING = "not installed"
 #: The code of the error that another version of archipelago has made a run.
 OTHER_FORMAT = "config.format"
-_UID = re.compile(r"([0-9a-f]{32})?")
 _NATS_PER_BIT = math.log(2.0)
 
 
@@ -46,12 +47,11 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One float32 tensor. Its kind selects the merge rule."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Ge(1)], ...]
     kind: TensorKind = "rest"
 
     @property
@@ -78,8 +78,7 @@ def balanced(tensors: Sequence[Tensor], count: int) -> tuple[tuple[str, ...], ..
     return tuple(tuple(sorted(names)) for names in bins)
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """The corpus that a run trains on. A worker looks it up on its machine by name, and compares the other values.
 
     Attributes:
@@ -94,17 +93,6 @@ class Corpus:
     bytes: int
     tokenizer: str = ""
     tokens: int = 0
-
-    def to_list(self) -> list[str | int]:
-        """Return the values for JSON: three for a corpus of bytes, five for one with a tokenizer."""
-        own: list[str | int] = [self.name, self.digest, self.bytes]
-        return [*own, self.tokenizer, self.tokens] if self.tokens else own
-
-    @classmethod
-    def from_list(cls, values: Sequence[str | int]) -> Corpus:
-        """Return the corpus that `to_list` wrote. Raises ValueError for other values."""
-        name, digest, size, tokenizer, tokens = values if len(values) == 5 else (*values, "", 0)
-        return cls(str(name), str(digest), int(size), str(tokenizer), int(tokens))
 
 
 #: The corpus of a run that knows nothing of its islands' data.
@@ -130,13 +118,13 @@ class Manifest:
         shard: The number of the shard, in the manifest of one of several (`of_shard`); None in the run's own.
     """
 
-    run: str
+    run: Name
     config: RunConfig
     tensors: tuple[Tensor, ...]
     fragments: tuple[tuple[str, ...], ...]
     corpus: Corpus
     versions: Mapping[str, str]
-    uid: str = ""
+    uid: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")] = ""
     frozen: tuple[FrozenTensor, ...] = ()
     task: str = ""
     shards: int = 1
@@ -241,9 +229,7 @@ class Manifest:
     @cached_property
     def tree_digest(self) -> str:
         """Sixteen hexadecimal digits that identify the tensors, their split into fragments, and frozen tensors."""
-        tree = [[t.name, list(t.shape), t.kind] for t in self.tensors]
-        frozen = [[tensor.to_list() for tensor in self.frozen]] if self.frozen else []
-        text = json.dumps([tree, [list(names) for names in self.fragments], *frozen])
+        text = json.dumps([self.tensors, self.fragments, *([self.frozen] if self.frozen else [])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_fields(self) -> dict[str, str]:
@@ -252,13 +238,13 @@ class Manifest:
             "run": self.run,
             "config": self.config.to_json(),
             "config_digest": self.config.digest(),
-            "tensors": json.dumps([[t.name, list(t.shape), t.kind] for t in self.tensors]),
-            "fragments": json.dumps([list(names) for names in self.fragments]),
+            "tensors": json.dumps(self.tensors),
+            "fragments": json.dumps(self.fragments),
             "tree_digest": self.tree_digest,
-            "corpus": json.dumps(self.corpus.to_list()),
+            "corpus": json.dumps(self.corpus),
             "versions": json.dumps(dict(self.versions), sort_keys=True),
             "uid": self.uid,
-            "frozen": json.dumps([tensor.to_list() for tensor in self.frozen]),
+            "frozen": json.dumps(self.frozen),
             "task": self.task,
             "shards": str(self.shards),
             "format": FORMAT,
@@ -266,29 +252,21 @@ class Manifest:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, str]) -> Manifest:
-        """Return the manifest that `to_fields` wrote.
+        """Return the manifest that `to_fields` wrote. One of an earlier version, in a checkpoint, may have no shards.
 
         Raises:
             ConfigError: It is damaged (`config.manifest`), or of shards that an earlier version made (`config.format`).
         """
         try:
-            tensors = tuple(Tensor(str(n), tuple(map(int, s)), k) for n, s, k in json.loads(fields["tensors"]))
-            manifest = cls(
-                run=checked_name(fields["run"], "the run name"),
-                config=configs.from_json(fields["config"]),
-                tensors=tensors,
-                fragments=tuple(tuple(map(str, names)) for names in json.loads(fields["fragments"])),
-                corpus=Corpus.from_list(json.loads(fields["corpus"])),
-                versions=dict(json.loads(fields["versions"])),
-                uid=fields["uid"],
-                frozen=tuple(FrozenTensor.from_list(values) for values in json.loads(fields["frozen"])),
-                task=fields["task"],
-                shards=int(fields.get("shards", "1")),  # earlier versions had no shards
+            manifest = _adapter().validate_python(
+                {name: json.loads(fields[name]) for name in ("tensors", "fragments", "corpus", "versions", "frozen")}
+                | {name: fields[name] for name in ("run", "uid", "task")}
+                | {"config": configs.from_json(fields["config"]), "shards": fields.get("shards", "1")}
             )
             manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"the run's manifest cannot be read ({error!r})",
+                f"the run's manifest cannot be read ({error!r:.300})",
                 "It is damaged or of another version of archipelago. Create the run again with `archipelago init`.",
                 code="config.manifest",
             ) from None
@@ -306,14 +284,10 @@ class Manifest:
         names = sorted(name for fragment in self.fragments for name in fragment)
         if not names or names != sorted(tensor.name for tensor in self.tensors) or not all(self.fragments):
             raise ValueError("fragments: not a partition of the tensors")
-        if not all(min(t.shape, default=1) > 0 and t.kind in get_args(TensorKind) for t in self.tensors):
-            raise ValueError("tensors: an impossible shape or kind")
         if {tensor.name for tensor in self.frozen} & {tensor.name for tensor in self.tensors}:
             raise ValueError("frozen: a tensor that is trained")
         if not 1 <= self.shards <= min(SHARDS_MAX, len(self.fragments)):
             raise ValueError("shards: more than fragments, or none")
-        if not _UID.fullmatch(self.uid):
-            raise ValueError("uid: not 32 hexadecimal digits")
         for key, computed in (("tree_digest", self.tree_digest), ("config_digest", self.config.digest())):
             if fields[key] != computed:
                 raise ValueError(f"{key}: {fields[key]:.32} is stored, {computed} was computed")
@@ -341,6 +315,11 @@ class Manifest:
                 "Copy the prepared corpus from the machine that created the run. Or prepare the same file on both "
                 "machines (`archipelago prepare FILE`), and create another run with its name as --data.corpus.",
             )
+
+
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)

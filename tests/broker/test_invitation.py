@@ -39,8 +39,6 @@ def path(tmp_path: Path) -> Path:
 def test_a_join_file_is_private_and_is_read_back(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert invitation.read(path) == OSLO
-    path.write_text(json.dumps({**json.loads(path.read_text()), "expires": None}))  # as earlier versions wrote it
-    assert invitation.read(path) == OSLO
     assert "secret" not in repr(OSLO)
     assert KEY not in repr(OSLO)
     for absent in (path.parent / "nowhere.join", path.parent):
@@ -69,7 +67,7 @@ def test_a_mounted_secret_is_read_through_its_group(path: Path, monkeypatch: pyt
 
 CHANGES: list[dict[str, object]] = [
     {"archipelago": 2}, {"role": "king"}, {"role": ["island"]}, {"run": "../x"}, {"name": ""}, {"name": 1},
-    {"url": "http://hub"}, {"private_key": "x"}, {"merger_key": key_text(bytes(31))}, {"expires": 2e9},
+    {"url": "http://hub"}, {"private_key": "x"}, {"merger_key": key_text(bytes(31))},
     {"ca_certificate": 3}, {"more": 1},
 ]  # fmt: skip
 

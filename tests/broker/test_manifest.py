@@ -178,7 +178,7 @@ def test_a_missing_field_is_an_error_that_names_it() -> None:
 def test_an_invalid_run_name_is_refused() -> None:
     """Reports and checkpoints are written to folders of that name."""
     for run in ("", "../../etc", "a b", "x" * 65):
-        with failing(ConfigError, "config.name"):
+        with failing(ConfigError, "config.manifest"):
             Manifest.from_fields({**MANIFEST.to_fields(), "run": run})
 
 
@@ -209,7 +209,7 @@ def test_a_mismatch_of_trees_or_corpora_names_both_values() -> None:
     assert ours.tree_digest in str(error.worker_value)
     assert "('embedding', (8, 4))" in str(error.run_value)
     assert "('embedding', (8, 5))" in str(error.worker_value)
-    kinds = (replace(MANIFEST.tensors[0], kind="rest"), *MANIFEST.tensors[1:])
+    kinds = (MANIFEST.tensors[0]._replace(kind="rest"), *MANIFEST.tensors[1:])
     for other in (replace(MANIFEST, fragments=MANIFEST.fragments[::-1]), replace(MANIFEST, tensors=kinds)):
         error = disagreement(other)
         assert error.subject == "tree of tensors"

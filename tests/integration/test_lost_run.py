@@ -199,7 +199,7 @@ def test_a_merger_does_not_serve_a_new_run_of_the_same_name(lost: LostRun) -> No
 
 
 def test_resume_replaces_no_run_with_other_tensors_or_merged_work(lost: LostRun, tmp_path: Path) -> None:
-    renamed = [replace(tensor, name=f"{tensor.name}x") for tensor in lost.manifest.tensors]
+    renamed = [tensor._replace(name=f"{tensor.name}x") for tensor in lost.manifest.tensors]
     names = tuple(tuple(f"{name}x" for name in fragment) for fragment in lost.manifest.fragments)
     other = replace(lost.manifest, uid="2" * 32, tensors=tuple(renamed), fragments=names)
     lost.redis.create(other, samples.first_snapshots(other, 2.0))

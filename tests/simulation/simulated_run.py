@@ -69,7 +69,7 @@ def manifest_of(rule: str, outer: str, data_shards: int, record: bool, down: str
         wire=WireConfig(thin="int4", down=down, zstd_level=0),  # type: ignore[arg-type]
     )
     manifest = samples.manifest(RUN, config, fragments=min(shards + 1, 4))
-    return replace(manifest, corpus=replace(manifest.corpus, bytes=TEXT.size), shards=shards)
+    return replace(manifest, corpus=manifest.corpus._replace(bytes=TEXT.size), shards=shards)
 
 
 def _copied(run: Any) -> Any:

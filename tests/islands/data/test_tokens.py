@@ -147,4 +147,4 @@ def test_the_manifest_pins_the_tokenizer(tokens: OpenCorpus) -> None:
     assert embedding.shape == (VOCABULARY, 64)
     assert Manifest.from_fields(manifest.to_fields()) == manifest
     with failing(MismatchError):
-        manifest.require_same(replace(manifest, corpus=replace(tokens.identity, tokenizer="0" * 32)))
+        manifest.require_same(replace(manifest, corpus=tokens.identity._replace(tokenizer="0" * 32)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,8 @@ def test_damaged_files_are_refused(whole: bytes, tmp_path_factory: pytest.TempPa
     path = tmp_path_factory.mktemp("damaged") / "m.safetensors"
     path.write_bytes(changed)
     tensors = (
-        replace(TINY.tensors[0], name="embedding", shape=(4, 2)),
-        replace(TINY.tensors[0], name="norm.scale", shape=(64,)),
+        TINY.tensors[0]._replace(name="embedding", shape=(4, 2)),
+        TINY.tensors[0]._replace(name="norm.scale", shape=(64,)),
     )
     try:
         loaded = WeightFiles(path).load(tensors)
