@@ -15,14 +15,22 @@ from archipelago.broker.commits import DIFFERENCES_KEPT
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, raw_key
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot, from_fields
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.replies import count_in, state_fields, state_in, state_values, text_fields
 from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
-from archipelago.broker.signing import MERGER, SIGNATURE, Signing, SigningOn, covered, public_key
+from archipelago.broker.signing import (
+    MERGER,
+    SIGNATURE,
+    WITH_PAYLOAD,
+    Kind,
+    Signing,
+    SigningOn,
+    covered,
+    public_key,
+)
 from archipelago.broker.wire import payload_bytes_max
 
 #: Keys that one command deletes, and keys that one step of a scan looks at.
@@ -49,9 +57,25 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
         lease: The lease on the run.
         key: The private key of the run's mergers.
     """
-    redis, keys = connection.redis, connection.keys
+    redis, keys, stamps = connection.redis, connection.keys, connection.stamps
     context = f"{connection.run}:s{connection.shard}" if connection.shard else connection.run
     signing = SigningOn(context, MERGER, key, public_key(key), lambda _: None)
+
+    def sign(kind: Kind, key: str, about: str, limit: int | None = None, stamp: str = "") -> int:
+        """Sign the hash of that key, and return its version."""
+        if not (raw := redis.hgetall(key)):
+            return 0
+        payload = None
+        if kind in WITH_PAYLOAD:
+            try:
+                payload = chunks.fetch(raw, count_in(raw.get(b"bytes")), limit)
+            except WireError as error:  # the merger restores it, and signs it then
+                connection.warn_once(key, error)
+                return 0
+        fields = text_fields(covered(raw))
+        redis.hset(key, mapping=signing.signed(kind, fields, about=about, payload=payload, stamp=stamp))
+        return count_in(raw.get(b"version"))
+
     with connection.translated():
         manifest = redis.hgetall(keys.manifest)
         if not manifest or SIGNATURE.encode() in manifest:
@@ -59,64 +83,20 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
         lease.fence()
         own = Manifest.from_fields(text_fields(manifest)).of_shard(connection.shard or 0)
         for p in own.own_fragments:
-            _sign_fragment(connection, chunks, signing, p, payload_bytes_max(own.sizes[p]))
-        _sign_tape(connection, signing)
+            limit = payload_bytes_max(own.sizes[p])
+            first = sign("fragment", keys.fragment(p), f"{p}", limit, stamps.next())
+            last = sign("head", keys.head(p), f"{p}", stamp=stamps.next())
+            for version in range(first + 1, min(last, first + DIFFERENCES_KEPT) + 1):
+                sign("difference", keys.difference(p, version), f"{p}/{version}", limit)
+            sign("outer", keys.outer(p), f"{p}")
+        entries = list(connection.pages(keys.tape))
+        with connection.transaction() as pipe:
+            pipe.delete(keys.tape)
+            for id_, raw in entries:
+                pipe.xadd(keys.tape, signing.signed("tape", text_fields(covered(raw))), id=id_)
         if state := state_in(Signing(), redis.hgetall(keys.state)):
             redis.hset(keys.state, mapping=state_fields(state_values(signing, state)))
         redis.hset(keys.manifest, mapping=signing.signed("manifest", text_fields(manifest)))
-
-
-def _sign_fragment(connection: RedisConnection, chunks: ChunkStore, signing: Signing, p: int, limit: int) -> None:
-    """Sign the full snapshot of a fragment, the header, the differences after it, and its outer state."""
-    redis, keys, stamps = connection.redis, connection.keys, connection.stamps
-    full, head = redis.hgetall(keys.fragment(p)), redis.hgetall(keys.head(p))
-    try:
-        payload = chunks.fetch(full, from_fields(Snapshot, text_fields(full)).bytes, limit)
-    except WireError as error:  # the merger restores it, and signs it then
-        connection.warn_once(keys.fragment(p), error)
-        return
-    fields, about = text_fields(covered(full)), str(p)
-    signed = signing.signed("fragment", fields, about=about, payload=payload, stamp=stamps.next())
-    redis.hset(keys.fragment(p), mapping=signed)
-    if head:
-        redis.hset(keys.head(p), mapping=signing.signed("head", text_fields(head), about=about, stamp=stamps.next()))
-    first, last = (count_in(raw.get(b"version")) for raw in (full, head))
-    for version in range(first + 1, min(last, first + DIFFERENCES_KEPT) + 1):
-        _sign_difference(connection, chunks, signing, (p, version), limit)
-    if outer := redis.hgetall(keys.outer(p)):
-        try:
-            payload = chunks.fetch(outer, count_in(outer.get(b"bytes")))
-        except WireError as error:
-            connection.warn_once(keys.outer(p), error)
-            return
-        signed = signing.signed("outer", text_fields(covered(outer)), about=about, payload=payload)
-        redis.hset(keys.outer(p), mapping=signed)
-
-
-def _sign_tape(connection: RedisConnection, signing: Signing) -> None:
-    """Write the tape again, entry by entry, with signatures. No merger writes to it meanwhile."""
-    key = connection.keys.tape
-    entries = list(connection.pages(key))
-    with connection.transaction() as pipe:
-        pipe.delete(key)
-        for id_, raw in entries:
-            pipe.xadd(key, signing.signed("tape", text_fields(covered(raw))), id=id_)
-
-
-def _sign_difference(
-    connection: RedisConnection, chunks: ChunkStore, signing: Signing, of: tuple[int, int], limit: int
-) -> None:
-    key = connection.keys.difference(*of)
-    raw = connection.redis.hgetall(key)
-    try:
-        payload = chunks.fetch(raw, size := count_in(raw.get(b"bytes")), limit) if raw else b""
-    except WireError as error:  # islands wait for the next full snapshot
-        connection.warn_once(key, error)
-        return
-    if raw:
-        about = f"{of[0]}/{of[1]}"
-        fields = signing.signed("difference", {"bytes": str(size)}, about=about, payload=payload)
-        connection.redis.hset(key, mapping=fields)
 
 
 def shards_with_keys(connection: RedisConnection) -> set[int]:
