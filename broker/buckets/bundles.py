@@ -120,19 +120,16 @@ class Bundles:
             if dash and name not in used and number_text.isdecimal() and int(number_text) < kept[-1]:
                 self.folder.delete(name)
 
-    def fetch_newer(self, folder: Path, newest: int, most: int = 1) -> None:
-        """Download the newest bundles with numbers above `newest` into a folder, as folders named by their numbers.
-
-        Damaged ones are skipped.
+    def fetch_newer(self, folder: Path, newest: int) -> None:
+        """Download the newest sound bundle into a folder, as a folder named by its number.
 
         Args:
             folder: The folder on disk.
-            newest: The newest number that the disk has; -1 if it has none.
-            most: How many are downloaded.
+            newest: The newest number that the disk has; -1 if it has none. Only a greater one is downloaded.
 
         Raises:
             BucketError: The bucket cannot be read.
-            OSError: The disk refuses them.
+            OSError: The disk refuses it.
         """
         for number in reversed([number for number in self.numbers() if number > newest]):
             try:
@@ -147,9 +144,7 @@ class Bundles:
                 if not (folder / str(number)).is_dir():  # else another process has just downloaded it to this folder
                     raise
             log.info("checkpoint %s was downloaded from %s", number, self.folder)
-            most -= 1
-            if not most:
-                return
+            return
 
     def _damaged(self, number: int, why: str) -> BucketError:
         return BucketError(

@@ -23,8 +23,6 @@ from archipelago.broker.machine import is_installed
 
 #: The most points that wait to be written. If there are more, the oldest are dropped.
 WAITING_MAX = 4096
-FLUSH_SECONDS = 5.0
-RETRY_SECONDS = 30.0
 SAMPLE_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
 
@@ -44,30 +42,21 @@ Sample = Callable[[], "tuple[int, Mapping[str, float]] | None"]
 
 
 class CurveWriter:
-    """A writer of points. It warns once while the file fails, drops points, and tries again later.
+    """A writer of points. While the file fails, it warns once and drops points.
 
     Args:
         file: Where the points go; None drops them.
         sample: Is asked for a point every `every_seconds`.
         every_seconds: The time between two turns of the thread.
-        clock: Monotonic seconds.
-        wall: Unix seconds.
     """
 
     def __init__(
-        self,
-        file: EventFile | None,
-        sample: Sample | None = None,
-        every_seconds: float = SAMPLE_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        self, file: EventFile | None, sample: Sample | None = None, every_seconds: float = SAMPLE_SECONDS
     ) -> None:
         self._file, self._sample, self._every_seconds = file, sample, every_seconds
-        self._clock, self._wall = clock, wall
         self._waiting: deque[Point] = deque(maxlen=WAITING_MAX)
         self._sampled_step = -1
-        self._is_open = self._was_broken = False
-        self._again_at = self._flush_at = -math.inf
+        self._is_broken = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep_writing, name="curves", daemon=True)
 
@@ -79,7 +68,7 @@ class CurveWriter:
     def put(self, step: int, values: Mapping[str, float]) -> None:
         """Queue a point. This never blocks."""
         if self._file is not None:
-            self._waiting.append(Point(self._wall(), step, values))
+            self._waiting.append(Point(time.time(), step, values))
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write the queued points and end. A disk that hangs is abandoned after `seconds`."""
@@ -91,49 +80,37 @@ class CurveWriter:
         while not self._stopping.wait(self._every_seconds):
             self.turn()
         self.turn()
-        if self._file is not None and self._is_open:
-            self._attempt(self._file, self._file.close)
+        if self._file is not None:
+            with contextlib.suppress(Exception):
+                self._file.close()
 
     def turn(self) -> None:
-        """Ask for a point, and write the queued ones."""
-        if (file := self._file) is None:
-            return
+        """Ask for a point, and write the queued ones. After a failure, the next turn begins a new file."""
         found = self._sample() if self._sample is not None else None
         if found is not None and found[0] != self._sampled_step:
             self._sampled_step = found[0]
             self.put(*found)
-        if not self._is_open and self._clock() >= self._again_at:  # It failed RETRY_SECONDS ago, or never.
-            self._is_open = self._attempt(file, file.open)
-        if self._is_open:
-            self._attempt(file, lambda: self._write(file))
-
-    def _write(self, file: EventFile) -> None:
-        while self._waiting:
-            file.write(self._waiting.popleft())
-        if self._clock() >= self._flush_at:
-            self._flush_at = self._clock() + FLUSH_SECONDS
-            file.flush()
-            if self._was_broken:
-                self._was_broken = False
-                log.info("event files in %s: writing again", file.folder)
-
-    def _attempt(self, file: EventFile, action: Callable[[], None]) -> bool:
+        if (file := self._file) is None or not self._waiting:
+            return
         try:
-            action()
+            while self._waiting:
+                file.write(self._waiting.popleft())
+            file.flush()
         except Exception as error:  # noqa: BLE001 - a disk must not stop the work
             with contextlib.suppress(Exception):
                 file.close()
-            if not self._was_broken:
+            if not self._is_broken:
                 said = isinstance(error, OSError) and error.strerror
                 log.warning(
                     "cannot write event files in %s (%.300s); the work continues. Check the disk's space and the "
                     "folder's permissions, or turn curves off with --no-tensorboard.", file.folder,
                     said or f"{type(error).__name__}: {error}".rstrip("."),
                 )  # fmt: skip
-            self._is_open, self._was_broken = False, True
-            self._again_at = self._clock() + RETRY_SECONDS
-            return False
-        return True
+            self._is_broken = True
+            return
+        if self._is_broken:
+            self._is_broken = False
+            log.info("event files in %s: writing again", file.folder)
 
 
 def has_tensorboard() -> bool:
@@ -142,15 +119,14 @@ def has_tensorboard() -> bool:
 
 
 class EventFile:
-    """TensorBoard event files in `folder`. Each `open` begins a new file."""
+    """TensorBoard event files in `folder`. The first event after `close` begins a new file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._opened = 0
         self._writer: Any = None
 
-    def open(self) -> None:
-        """Begin a new file, so that a broken one is never continued."""
+    def _begin(self) -> None:
         from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboardX.record_writer import RecordWriter  # type: ignore[import-untyped]
 
@@ -163,6 +139,8 @@ class EventFile:
 
     def write(self, point: Point) -> None:
         """Write one event with all values that are finite."""
+        if self._writer is None:
+            self._begin()
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
