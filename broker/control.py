@@ -79,7 +79,7 @@ class Control:
         if len(fields) > FIELDS_MAX:
             faults["…"] = f"{len(fields)} fields, of which {FIELDS_MAX} are read"
         return cls(
-            settings={name: _number(name, good[name]) for name in SETTINGS if name in good},
+            settings={name: _checked_number(_OWN, name, good[name]) for name in SETTINGS if name in good},
             is_paused=good.get(MERGING) == PAUSED,
             checkpoint=good.get(CHECKPOINT, ""),
             islands={name.removeprefix(ISLAND): good[name] for name in good if name.startswith(ISLAND)},
@@ -169,10 +169,6 @@ def _checked_number(config: RunConfig, name: str, value: str) -> float:
         raise ConfigError(error.what, "See `archipelago steer --help`.", code="control.value") from None
 
 
-def _number(name: str, text: str) -> float:
-    return _checked_number(_OWN, name, text)
-
-
 # -- settings in force ------------------------------------------------------------------------------------------------
 
 
@@ -206,16 +202,11 @@ def changes_text(config: RunConfig, before: Mapping[str, float], after: Mapping[
 
 def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> dict[str, float]:
     """Return the settings in force after the changes that the tape records. Raises WireError for an invalid change."""
-    values = dict(before)
-    for change in text.split():
-        name, _, value = change.partition("=")
-        try:
-            if name not in SETTINGS:
-                raise ConfigError(f"{name!r:.80} cannot be steered", code="control.value")
-            values[name] = _number(name, value)
-        except ConfigError as error:
-            raise WireError(f"the tape's {change!r:.80}: {error.what}", code="wire.message") from None
-    return _differing(config, values)
+    changes = {name: value for name, _, value in (change.partition("=") for change in text.split())}
+    control = Control.of(changes)
+    if faults := [*control.faults.values(), *(changes.keys() - set(SETTINGS))]:
+        raise WireError(f"the tape's {text!r:.80}: {faults[0]:.80}", code="wire.message")
+    return _differing(config, {**before, **control.settings})
 
 
 def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
@@ -257,4 +248,13 @@ def fields_in(state: str) -> dict[str, str]:
 
 def read_fields(values: Mapping[str, object]) -> dict[str, str]:
     """Return the valid fields of a map, as text."""
-    return dict(Control.of({str(name): str(value) for name, value in values.items()}).fields)
+    return dict(_stored(values).fields)
+
+
+def read_settings(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the valid settings of a map."""
+    return dict(_stored(values).settings)
+
+
+def _stored(values: Mapping[str, object]) -> Control:
+    return Control.of({str(name): str(value) for name, value in values.items()})

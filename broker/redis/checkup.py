@@ -19,7 +19,7 @@ from redis.connection import SSLConnection
 
 from archipelago.broker.address import Kind
 from archipelago.broker.errors import BrokerError, UnreachableError
-from archipelago.broker.invitation import ROLES, Role
+from archipelago.broker.invitation import Role
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.connection import RedisConnection
@@ -260,7 +260,7 @@ class RedisCheckup:
                 tried("EXEC")  # an empty transaction, which tests the permission for EXEC
                 if tried("MULTI") in QUEUES:
                     for keys in self._all_keys:
-                        for command in needed_commands(keys, self.role, self._name):
+                        for command in roles.needed_commands(self.role, keys, self._name):
                             if REGISTRY not in command or self._connection.registry is self._redis:  # else another's
                                 tried(*command)
                         for words in roles.forbidden_commands(self.role, keys) if self.role else ():
@@ -282,12 +282,6 @@ class RedisCheckup:
             raise
         except BrokerError as error:
             return error
-
-
-def needed_commands(keys: Keys, role: Role | None = None, name: str = "checkup") -> list[tuple[Any, ...]]:
-    """Return the commands that a role needs, on the keys of a run; those of all roles if it is None."""
-    which = [role] if role else ROLES
-    return list(dict.fromkeys(c for each in which for c in roles.needed_commands(each, keys, name)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from archipelago.broker.invitation import Role
+from archipelago.broker.invitation import ROLES, Role
 from archipelago.broker.redis.keys import REGISTRY, Keys
 
 #: The first version that has the command with which the client library introduces itself.
@@ -63,21 +63,18 @@ def grants(role: Role, keys: Keys, name: str) -> list[Grant]:
         keys: The keys of the run.
         name: The name of the member.
     """
-    reading = Grant(_READS, (f"{keys.tag}:*", REGISTRY))
-    return [reading, *_WRITES[role](keys, name)]
-
-
-def _viewer(_keys: Keys, _name: str) -> list[Grant]:
-    return []
-
-
-def _operator(keys: Keys, _name: str) -> list[Grant]:
-    return [Grant(("HSET", "HDEL"), (keys.control,))]
-
-
-def _island(keys: Keys, name: str) -> list[Grant]:
-    tag = keys.tag
+    tag, reading = keys.tag, Grant(_READS, (f"{keys.tag}:*", REGISTRY))
+    if role == "operator":
+        return [reading, Grant(("HSET", "HDEL"), (keys.control,))]
+    if role == "merger":
+        everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL", "EVALSHA")
+        # All keys of the run except `members`: only an administrator decides who belongs to a run.
+        but_members = (f"{tag}:[^m]*", f"{tag}:m:*", keys.manifest)
+        return [reading, Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
+    if role == "viewer":
+        return [reading]
     return [
+        reading,
         Grant(("XADD",), (keys.updates(name), *keys.said(name))),
         Grant(("SET",), (keys.evaluator, f"{tag}:taken:*")),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
@@ -90,16 +87,6 @@ def _island(keys: Keys, name: str) -> list[Grant]:
         Grant(("HSET", "DEL", "UNLINK", "EXPIRE"), (f"{tag}:handover:*",)),
         Grant(("UNLINK",), (f"{keys.handover_chunks('*')}*",)),
     ]
-
-
-def _merger(keys: Keys, _name: str) -> list[Grant]:
-    everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL", "EVALSHA")
-    # All keys of the run except `members`: only an administrator decides who belongs to a run.
-    but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest)
-    return [Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
-
-
-_WRITES: Final = {"viewer": _viewer, "operator": _operator, "island": _island, "merger": _merger}
 
 
 def rules(role: Role, run: str, name: str, version: tuple[int, ...], shards: int = 1) -> list[str]:
@@ -147,14 +134,17 @@ _ARGUMENTS: Final[dict[str, str]] = {
 _PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1", "DIGEST": "0" * 40}
 
 
-def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
-    """Return one complete command for every right of a role. They are for asking a server whether it permits them."""
-    out: list[tuple[Any, ...]] = [(command,) for command in ("PING", "TIME", "INFO")]
-    for grant in grants(role, keys, name):
+def needed_commands(role: Role | None, keys: Keys, name: str) -> list[tuple[Any, ...]]:
+    """Return one complete command for every right of a role, or of all of them, to ask a server whether it permits it.
+
+    WATCH is left out, because it cannot be queued in a transaction.
+    """
+    out: dict[tuple[Any, ...], None] = dict.fromkeys((command,) for command in ("PING", "TIME", "INFO"))
+    for grant in (grant for each in ([role] if role else ROLES) for grant in grants(each, keys, name)):
         for command in grant.commands:
-            if command != "WATCH":  # it cannot be queued in a transaction
-                out += [example(command, key_like(pattern)) for pattern in grant.keys]
-    return out
+            if command != "WATCH":
+                out |= dict.fromkeys(example(command, key_like(pattern)) for pattern in grant.keys)
+    return list(out)
 
 
 def forbidden_commands(role: Role, keys: Keys) -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.invitation import ROLES, Role
 from archipelago.broker.redis import roles
-from archipelago.broker.redis.checkup import RedisCheckup, ServerFacts, needed_commands
+from archipelago.broker.redis.checkup import RedisCheckup, ServerFacts
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.commands import run as command
@@ -142,7 +142,7 @@ def test_every_command_of_the_transport_is_tried() -> None:
             used |= set(re.findall(r"\(\"(x[a-z_]+)\", ", source))
     used |= {"get", "getrange"}
     assert {"xadd", "hset", "persist"} <= used
-    needed = {str(command[0]).lower() for command in needed_commands(Keys("sample"))}
+    needed = {str(command[0]).lower() for command in roles.needed_commands(None, Keys("sample"), "checkup")}
     assert {names.get(name, name) for name in used - not_commands} <= needed
 
 
