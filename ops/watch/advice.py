@@ -224,11 +224,6 @@ def _checkpoint_problems(view: RunView) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def worst(found: Sequence[Problem]) -> Problem | None:
-    """Return the first of the sorted problems if somebody should look at it; None if all is well."""
-    return found[0] if found and found[0].mood != "info" else None
-
-
 def _island_problems(island: IslandView) -> Iterator[Problem]:
     if island.is_silent and island.last_seen_seconds < SILENT_SHOWN_SECONDS:
         yield Problem(

@@ -18,17 +18,15 @@ from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import Problem, problems
-from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
 from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.terminal import line, render
+from archipelago.ops.watch.terminal import line, live_screen, render
 from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
 #: How many islands and problems are shown. `--json` has all.
 ROWS = 40
 #: Seconds between two lines in a pipe.
 LINE_SECONDS = 10.0
-#: The rounds that the live screen reads for its history.
-ROUNDS_READ = 1024
 FRAMES_A_SECOND = 4.0
 
 
@@ -45,7 +43,7 @@ class StatusOptions(RunAddress):
     """
 
     watch: bool = False
-    """Keep showing the run, with its history and events."""
+    """Keep showing the run, with its events."""
     json: bool = False
     """Print one JSON object. With --watch, one on a line for each reading."""
 
@@ -77,7 +75,7 @@ def _watch(transport: ReaderTransport, *, as_json: bool) -> None:
     """Show the run until a signal. Without a terminal, print lines until the run has ended."""
     console = Console(highlight=False)
     stopped = stop_on_signals()
-    watcher = Watcher(transport, ROUNDS_READ)
+    watcher = Watcher(transport, RECENT_ROUNDS)
     if console.is_terminal and not as_json:
         with repeated(watcher.update, LOOK_SECONDS):
             _draw(console, watcher, stopped)
@@ -89,11 +87,10 @@ def _draw(console: Console, watcher: Watcher, stopped: Callable[[], bool]) -> No
     """Draw the live screen until a signal."""
     from rich.live import Live
 
-    from archipelago.ops.watch.live_screen import Screen
-
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not stopped():
-            live.update(Screen(watcher.latest, watcher.outage(), time.time()), refresh=True)
+            screen = live_screen(watcher.latest, watcher.outage(), time.time(), console.height)
+            live.update(screen, refresh=True)
             time.sleep(1.0 / FRAMES_A_SECOND)
 
 

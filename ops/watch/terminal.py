@@ -1,4 +1,4 @@
-"""Show a run in the terminal: a block of lines for the run, a table of its islands, and its problems."""
+"""Show a run in the terminal: a block of lines for the run, a table of its islands, its problems and its events."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rich.text import Text
 from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.ops.watch.advice import Problem
+from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, new_table, number, size
 from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, merger_in_words
+from archipelago.ops.watch.watcher import Outage, RunReading
 
 #: The columns of the table of islands; docs/guide/operating.md says what each means. The names are short so that the
 #: table fits into 80 columns.
@@ -32,6 +34,13 @@ _LEFT_OUT = (
     (58, ("score", "up", "down", "queue", "lag")),
     (0, ("score", "queue", "up", "down", "lag", "tokens/s")),
 )
+#: Lines of the live screen without islands and events, about.
+_OTHER_LINES = 14
+_ISLANDS_LEAST, _EVENTS_SHOWN = 3, 8
+#: Older events are not shown.
+_EVENT_SECONDS = 15 * 60.0
+_KIND_STYLES = {"refused": "yellow", "diverged": "bold red", "expelled": "red", "paused": "yellow", "left": "dim",
+                "joined": "green", "came back": "green", "resumed": "green"}  # fmt: skip
 
 
 def render(view: RunView, found: Sequence[Problem] = (), rows: int | None = None) -> RenderableType:
@@ -46,6 +55,40 @@ def render(view: RunView, found: Sequence[Problem] = (), rows: int | None = None
     if rows is not None and len(lines) > rows:
         lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
     return Group(run_lines(view), Islands(view, rows), *lines)
+
+
+def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
+    """Return the screen of `status --watch`. What does not fit into its height is cut off at its end.
+
+    Args:
+        reading: The last successful reading, or None.
+        outage: Why there is no new reading, or None.
+        now: Unix seconds.
+        height: The lines of the terminal.
+    """
+    parts: list[RenderableType] = [
+        Text.assemble(("archipelago status", "bold"), (f"  {_clock(now)}  Ctrl-C to quit", "dim")),
+    ]
+    if outage:
+        parts.append(Text(f"no answer since {_clock(outage.since_unix_seconds)}: {printable(outage.why)}", "bold red"))
+    if reading is None:
+        return Group(*parts, Text("" if outage else "reading …", "dim"))
+    view = reading.view
+    parts += [run_lines(view, briefly=True), *(problem_line(each) for each in reading.problems[:1])]
+    recent = [each for each in reading.events if now - each.unix_seconds < _EVENT_SECONDS][-_EVENTS_SHOWN:]
+    rows = max(_ISLANDS_LEAST, height - _OTHER_LINES - len(recent))
+    return Group(*parts, Islands(view, rows), *(_event_line(each, now) for each in recent))
+
+
+def _clock(unix_seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_seconds))
+
+
+def _event_line(event: Event, now: float) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{f'{ago(now - event.unix_seconds)} ago':>10} ", "dim")
+    line.append(f"{event.kind:<10} ", _KIND_STYLES.get(event.kind, "cyan"))
+    return line.append(printable(f"{event.who:<16.16} {' '.join(event.text.split())}"))
 
 
 def line(view: RunView) -> str:
@@ -69,7 +112,8 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     grid.add_row(
         "run",
         f"[bold]{escape(printable(view.run))}[/]  {view.size}, round {view.rounds:,} "
-        f"({view.syncs:,.1f} syncs of each fragment), step {view.step:,} of {view.steps:,}",
+        f"({view.syncs:,.1f} syncs of each fragment), step {view.step:,} of {view.steps:,} "
+        f"({view.step / max(1, view.steps):.0%})",
     )
     held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
     if view.has_scripts and not view.evaluated_unix_seconds:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
-from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Evaluation, Refusal, TapeEntry
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import ReaderTransport
@@ -38,14 +37,12 @@ class RunReading:
         unix_seconds: The reader's wall clock.
         problems: What is wrong now, the worst first.
         events: Notes and refusals, oldest first.
-        held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
     """
 
     view: RunView
     unix_seconds: float
     problems: Sequence[Problem] = ()
     events: Sequence[Event] = ()
-    held_out: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,6 @@ class Watcher:
             unix_seconds=now,
             problems=problems(view, now),
             events=with_comebacks(events_of(notes, view.refusals)),
-            held_out=[loss_unit(self.manifest.corpus).from_evaluation(e.bits_per_byte) for e in self._evaluations],
         )
 
     def _read_seldom(self) -> None:
