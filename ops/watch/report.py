@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
-from archipelago.broker.address import redacted
-from archipelago.broker.buckets.folder import is_bucket
-from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.invitation import names_redis
-from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.process import connect_to, print_json
+from archipelago.broker.process import print_json
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.shards.transport import restore
 from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, page_of, to_json
+from archipelago.ops.run_source import RUNS, open_run
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import provenance
 from archipelago.ops.watch.watcher import TAPE_MOST, Watcher
-
-if TYPE_CHECKING:
-    from archipelago.merger.storage import MergerFolder
 
 SCRIPTS = ("charts.js", "page.js")
 FILE = "report.html"
@@ -44,7 +36,7 @@ class ReportOptions:
     """The name of the run at that URL. The default is $ARCHIPELAGO_RUN, or the only run there."""
     out: Path | None = None
     """The file to write. The default is FOLDER/RUN/report.html, in a folder that git ignores."""
-    folder: Path = Path("runs")
+    folder: Path = RUNS
     """The folder where runs keep their logs, data and reports."""
     json: bool = False
     """Print one JSON object: the name of the file, and the figures."""
@@ -53,9 +45,9 @@ class ReportOptions:
 def main(options: ReportOptions) -> int:
     """Write the file."""
     library = chart_library()
-    found = everything(options)
+    found, folder = everything(options)
     name = checked_name(str(found["page"]["run"]["run"]), "the run name")
-    path = options.out or _folder_of(options, name) / FILE
+    path = options.out or (folder or options.folder / name) / FILE
     text = html(found, library.read_text(encoding="utf-8"))
     try:
         make_untracked(path.parent)
@@ -71,36 +63,10 @@ def main(options: ReportOptions) -> int:
     return 0
 
 
-def _folder_of(options: ReportOptions, name: str) -> Path:
-    """Return the folder that the options name, or that of the run with this name."""
-    if options.target and is_bucket(options.target):
-        return options.folder / name
-    return Path(options.target) if options.target and _is_path(options.target) else options.folder / name
-
-
-def _is_path(target: str) -> bool:
-    """Return whether the target is a folder: not a URL, a join file or the name of a run."""
-    return "/" in target and not names_redis(target)
-
-
-def everything(options: ReportOptions) -> dict[str, Any]:
-    """Return the data of the page for the run that the options name. Raise ArchipelagoError."""
-    if options.target is not None and is_bucket(options.target):
-        return of_bucket(options.target)
-    if options.target is None or names_redis(options.target):
-        transport = connect_to(options.target, options.run)
-        try:
-            return of_watch(Watcher(transport))
-        finally:
-            transport.close()
-    if not _is_path(options.target):
-        checked_name(options.target, "the run")
-    folder = _folder_of(options, options.target)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.", code="report.no-data"
-        )
-    return of_folder(folder)
+def everything(options: ReportOptions) -> tuple[dict[str, Any], Path | None]:
+    """Return the data of the page for the run that the options name, and its folder. Raise ArchipelagoError."""
+    with open_run(options.target, options.run, options.folder, starts_redis=True) as found:
+        return of_watch(Watcher(found.transport), found.folder), found.folder
 
 
 def of_watch(watch: Watcher, folder: Path | None = None) -> dict[str, Any]:
@@ -112,53 +78,6 @@ def of_watch(watch: Watcher, folder: Path | None = None) -> dict[str, Any]:
         "charts": charts_of(reading, history, manifest) | {"one_process": left.get("curve_one_process", [])},
         "about": provenance(manifest, reading.view, tape, left),
     }
-
-
-def of_folder(folder: Path) -> dict[str, Any]:
-    """Return a run of this machine from its embedded Redis or its data, or from the newest checkpoint."""
-    from archipelago.merger.storage import MergerFolder
-
-    if (folder / "redis").is_dir():
-        return _of_own_server(folder)
-    return _of_checkpoint(MergerFolder(folder / "merger"), folder, str(folder))
-
-
-def of_bucket(address: str) -> dict[str, Any]:
-    """Return a run from its folder in a bucket: the newest checkpoint of its merger."""
-    from archipelago.merger.storage import fetched
-
-    with fetched(address) as kept:
-        return _of_checkpoint(kept, kept.path, redacted(address))
-
-
-def _of_checkpoint(kept: MergerFolder, folder: Path, place: str) -> dict[str, Any]:
-    """Return a run from its newest checkpoint, which is restored in memory."""
-    images = kept.newest()
-    if not images:
-        raise ConfigError(
-            f"{place} holds no checkpoint and no Redis data",
-            "Give the URL of the run's Redis, or the folder of a run, also in a bucket (s3://BUCKET/FOLDER/RUN).",
-            code="report.no-data",
-        )
-    transport = MemoryBroker().connect(images[0].manifest.run)
-    restore(transport, images)
-    return of_watch(Watcher(transport), folder)
-
-
-def _of_own_server(folder: Path) -> dict[str, Any]:
-    from archipelago.ops.launch.embedded_redis import start_server
-    from archipelago.ops.watch.run_list import address_of
-
-    with ExitStack() as stack:
-        try:
-            address = address_of(folder) or stack.enter_context(start_server(folder / "redis")).url
-        except OSError as error:
-            raise BrokerError(
-                f"cannot read {folder}: {error.strerror}", "Run this as the user that started `up`."
-            ) from None
-        transport = connect_to(address, folder.resolve().name)
-        stack.callback(transport.close)
-        return of_watch(Watcher(transport), folder)
 
 
 def html(found: Mapping[str, Any], library: str) -> str:

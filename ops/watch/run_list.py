@@ -21,8 +21,7 @@ from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.launch.administration import ADMIN_FILE
-from archipelago.ops.launch.embedded_redis import url_of_running
+from archipelago.ops.run_source import RUNS, address_of
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.formatting import ago, new_table
@@ -46,7 +45,7 @@ class RunsOptions:
 
     url: Annotated[str | None, tyro.conf.Positional] = None
     """The URL or join file of a Redis. The default is $ARCHIPELAGO_URL; without both, only the folder is listed."""
-    folder: Path = Path("runs")
+    folder: Path = RUNS
     """The folder with the folders of runs."""
     json: bool = False
     """Print one JSON object."""
@@ -124,13 +123,6 @@ def of_folder(folder: Path) -> Iterator[RunEntry]:
 
 def _traces(path: Path) -> list[Path]:
     return [trace for pattern in _TRACES for trace in path.glob(pattern)]
-
-
-def address_of(path: Path) -> str:
-    """Return the address of a run's own Redis; empty if it does not run."""
-    url = url_of_running(path / "redis")
-    admin = path / ADMIN_FILE
-    return str(admin) if url and admin.exists() else url
 
 
 def _at(url: str | None, run: str, where: str) -> RunEntry:

@@ -136,8 +136,8 @@ def test_a_report_from_a_folder_without_redis(
     assert json.loads(capsys.readouterr().out)["file"] == "runs/sample/report.html"
     assert Path("runs/sample/report.html").exists()
     assert "*" in (ended / ".gitignore").read_text(encoding="utf-8").splitlines(), "git sees no file of a run"
-    found = everything(ReportOptions("sample"))
-    assert found["charts"]["lines"] == everything(ReportOptions(str(ended)))["charts"]["lines"]
+    found, _ = everything(ReportOptions("sample"))
+    assert found["charts"]["lines"] == everything(ReportOptions(str(ended)))[0]["charts"]["lines"]
     assert found["charts"]["lines"]["round"] == [1, 2]
     assert found["charts"]["held_out"]["loss"] == [8.0, 4.0]
     page = found["page"]
@@ -152,16 +152,17 @@ def test_a_report_from_a_bucket(bucket: BucketFolder, ended: Path) -> None:
     store = CheckpointStore(ended / "merger" / "checkpoints")
     number = store.numbers()[-1]
     Bundles(remote.child("merger", "checkpoints")).put(number, store.path_of(number), {})
-    here = everything(ReportOptions(str(ended)))
-    there = everything(ReportOptions(remote.address))
+    here, folder = everything(ReportOptions(str(ended)))
+    there, _ = everything(ReportOptions(remote.address))
+    assert folder == ended
     assert there["charts"]["lines"] == here["charts"]["lines"]
-    with failing(ConfigError, "report.no-data"):
+    with failing(ConfigError, "checkpoint.missing"):
         everything(ReportOptions(bucket.child("other").address))
 
 
 def test_the_password_of_a_bucket_is_not_shown() -> None:
     address = "memory://user:secret@host/runs/none"
-    with failing(ConfigError, "report.no-data") as report:
+    with failing(ConfigError, "checkpoint.missing") as report:
         everything(ReportOptions(address))
     with failing(ConfigError, "checkpoint.missing") as generate:
         find(address, None)
@@ -173,11 +174,11 @@ def test_a_report_from_a_server_that_runs_and_from_its_data(tmp_path: Path) -> N
     with start_server(tmp_path / "runs" / "sample" / "redis") as own:
         transport = connect(own.url, "sample")
         fill(transport)
-        found = everything(options)
+        found, _ = everything(options)
         assert found["page"]["run"]["rounds"] == 2
         assert transport.reader.control() == {}  # The server still runs.
         transport.close()
-    found = everything(options)
+    found, _ = everything(options)
     assert found["page"]["run"]["rounds"] == 2
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
 
@@ -194,7 +195,7 @@ def test_an_error_names_the_mistake(
     with start_server(tmp_path / "runs" / "sample" / "redis"):
         require_error("", "sample", "--folder", str(tmp_path / "runs"))
     found = {"page": {"run": {"run": "../x"}}}
-    monkeypatch.setattr(run_report, "everything", lambda options: found)
+    monkeypatch.setattr(run_report, "everything", lambda options: (found, None))
     require_error("../x", "sample")
 
 
@@ -205,7 +206,7 @@ def test_an_unreadable_report_is_ignored(tmp_path: Path) -> None:
 
 
 def test_the_report_says_where_its_figures_come_from(ended: Path) -> None:
-    found = everything(ReportOptions("sample", folder=ended.parent))
+    found, _ = everything(ReportOptions("sample", folder=ended.parent))
     sections = found["about"]["sections"]
     assert found["page"]["settings"]["version.jax"] == MANIFEST.versions["jax"]
     assert MANIFEST.corpus.digest in found["page"]["settings"]["corpus"]

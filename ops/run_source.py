@@ -1,0 +1,128 @@
+"""Open the run that a user names: at its Redis, in the folder of `up`, or from a checkpoint, here or in a bucket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from archipelago.broker.address import redacted
+from archipelago.broker.buckets.folder import is_bucket
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.invitation import names_redis
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to
+from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.transport import restore
+from archipelago.broker.transport import ReaderTransport
+from archipelago.ops.launch.administration import ADMIN_FILE
+from archipelago.ops.launch.embedded_redis import start_server, url_of_running
+
+if TYPE_CHECKING:
+    from archipelago.merger.storage import MergerFolder
+
+#: The folder in which `up` keeps its runs.
+RUNS = Path("runs")
+
+
+class FoundRun(NamedTuple):
+    """A run that was found.
+
+    Attributes:
+        transport: A connection to it.
+        folder: Its folder on this machine, if it was found there.
+        origin: Where it was found, in words.
+    """
+
+    transport: ReaderTransport
+    folder: Path | None
+    origin: str
+
+
+@contextmanager
+def open_run(
+    source: str | None, run: str | None, folder: Path = RUNS, *, starts_redis: bool = False
+) -> Iterator[FoundRun]:
+    """Yield the run that a user names.
+
+    Args:
+        source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. The default
+            is $ARCHIPELAGO_URL, and without that the folder of the run that is named.
+        run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run at that place.
+        folder: The folder with the folders of runs.
+        starts_redis: Whether a run in a folder is read from its own Redis, which is started if it does not run. It
+            knows more of a run than the newest checkpoint.
+
+    Raises:
+        BrokerError: The Redis does not answer or has no such run.
+        BucketError: The bucket cannot be read.
+        ConfigError: There is no checkpoint (`checkpoint.missing`), or nothing is named.
+        UnknownRunError: The checkpoints belong to another run.
+    """
+    name = run or os.environ.get(RUN_VARIABLE)
+    if source is None and name and not os.environ.get(URL_VARIABLE):
+        source = str(folder / checked_name(name, "the run name"))
+    with ExitStack() as stack:
+        if source is not None and is_bucket(source):
+            from archipelago.merger.storage import fetched
+
+            yield _restored(stack.enter_context(fetched(source)), run, redacted(source), None)
+        elif source is None or names_redis(source):
+            yield FoundRun(_connected(stack, source, run), None, "its Redis")
+        else:
+            yield _in_folder(stack, _folder_of(source, folder), run, starts_redis)
+
+
+def _folder_of(source: str, folder: Path) -> Path:
+    """Return the folder of the run of that name, or the folder of that name."""
+    is_run = "/" not in source and ((folder / source).is_dir() or not Path(source).exists())
+    return folder / checked_name(source, "the run") if is_run else Path(source)
+
+
+def _in_folder(stack: ExitStack, path: Path, run: str | None, starts_redis: bool) -> FoundRun:
+    from archipelago.merger.storage import MergerFolder
+
+    if not starts_redis or not (path / "redis").is_dir():
+        return _restored(MergerFolder(path / "merger" if (path / "merger").is_dir() else path), run, str(path), path)
+    try:
+        address = address_of(path) or stack.enter_context(start_server(path / "redis")).url
+    except OSError as error:
+        raise BrokerError(f"cannot read {path}: {error.strerror}", "Run this as the user that started `up`.") from None
+    return FoundRun(_connected(stack, address, path.resolve().name), path, "its Redis")
+
+
+def _connected(stack: ExitStack, url: str | None, run: str | None) -> ReaderTransport:
+    transport = connect_to(url, run)
+    stack.callback(transport.close)
+    return transport
+
+
+def _restored(kept: MergerFolder, run: str | None, place: str, folder: Path | None) -> FoundRun:
+    """Return a run from its newest checkpoint, which is restored in memory."""
+    images = kept.newest()
+    if not images:
+        raise ConfigError(
+            f"no Redis is named, and there is no checkpoint in {place}",
+            "Name the run's Redis (redis://HOST:PORT), or the folder of a run or of its merger, such as runs/demo or "
+            "s3://BUCKET/FOLDER/RUN.",
+            code="checkpoint.missing",
+        )
+    own = images[0].manifest.run
+    if run and run != own:
+        raise UnknownRunError(f"{place} holds checkpoints of run {own!r}, not of {run!r}", "Name that run.")
+    transport = MemoryBroker().connect(own)
+    restore(transport, images)
+    return FoundRun(transport, folder, f"checkpoint {images[0].number} in {place}")
+
+
+def address_of(path: Path) -> str:
+    """Return the address of the Redis in a run's folder; empty if it does not run.
+
+    Raises:
+        OSError: The folder belongs to another user.
+    """
+    url = url_of_running(path / "redis")
+    admin = path / ADMIN_FILE
+    return str(admin) if url and admin.exists() else url
