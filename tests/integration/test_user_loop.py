@@ -13,7 +13,7 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.weights.parameters import from_redis
+from archipelago.ops.weights.parameters import find
 from tests import pytorch
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes
@@ -175,4 +175,4 @@ def test_a_llama_in_pytorch_and_our_island_in_jax_train_one_run(
     transport.close()
     assert {member.island for entry in tape for member in entry.members} == {"torch", "jax"}
     assert counters.refused == 0
-    assert "layers.0.attention.query.kernel" in from_redis(scripts.url, "demo").params
+    assert "layers.0.attention.query.kernel" in find(scripts.url, "demo").params
