@@ -2,7 +2,7 @@
 
 Links of two islands, mergers and Redis, without training: each fragment is published by both islands, merged, fetched
 and adopted. Fragments follow one after another, so that the seconds of each part are separate. Redis keeps nothing on
-disk here. What `ops.simulation.cycle` predicts stands beside what is measured.
+disk here. The memory and the bytes that `ops.simulation.cycle` predicts stand beside what is measured.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from archipelago.broker.codecs import codec
 from archipelago.broker.errors import BrokerError, ConfigError, require_number
-from archipelago.broker.footprint import available_here, memory_text
+from archipelago.broker.footprint import available_here
 from archipelago.broker.messages import Resume, Snapshot
 from archipelago.broker.process import keep_compiled, return_freed_memory
 from archipelago.ops.bench.harness import (
@@ -31,16 +30,7 @@ from archipelago.ops.bench.harness import (
 from archipelago.ops.bench.largest_islands import RUN, WireIslands, config_of
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.settings import say
-from archipelago.ops.simulation.cycle import (
-    FIRST_MERGE_BYTES,
-    Cycle,
-    Machine,
-    again_seconds,
-    cycle,
-    loading_seconds,
-    measured_machine,
-    new_memory_seconds,
-)
+from archipelago.ops.simulation.cycle import Cycle, cycle
 
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
 FRAGMENTS = 256
@@ -57,7 +47,7 @@ ISLANDS_BASE, ISLAND_FRAGMENT_BYTES = 290_000_000, 60
 class LargestOptions(OutputOptions):
     """Pass a large model over the wire on this machine, untrained: each fragment up from two islands, merged and down.
 
-    The merger is killed half-way, and another one goes on. Measured and predicted figures stand side by side.
+    The merger is killed half-way, and another one goes on. Memory and bytes stand beside their predictions.
     """
 
     parameters: float = 0.0
@@ -80,21 +70,9 @@ def main(options: LargestOptions) -> int:
 
 
 class Predicted(NamedTuple):
-    """What the measurement should find.
-
-    Attributes:
-        islands_bytes: Memory of the islands' process.
-        load_seconds: Processor time of a merger that starts and loads the run.
-        merge_seconds: Processor time of the mergers in the first cycle, after that.
-        restart_seconds: The same from the kill until the next merger has closed a round. Its process runs on the same
-            machine, so it does not wait for a lease.
-        cycle: Memory and bytes of the rest.
-    """
+    """The memory of the islands' process, and memory and bytes of the rest."""
 
     islands_bytes: int
-    load_seconds: float
-    merge_seconds: float
-    restart_seconds: float
     cycle: Cycle
 
     @property
@@ -103,17 +81,11 @@ class Predicted(NamedTuple):
         return self.islands_bytes + self.cycle.merger_bytes + self.cycle.redis_first_bytes
 
 
-def predict(parameters: int, fragments: int, islands: int, machine: Machine) -> Predicted:
+def predict(parameters: int, fragments: int, islands: int) -> Predicted:
     """Predict a pass over that many parameters (`ops.simulation.cycle`)."""
-    config = config_of(fragments, islands)
-    expected = cycle(config, parameters, fragments, islands, checkpoints=False, machine=machine)
-    load_seconds = loading_seconds(parameters, codec(config.wire.full).encoded_size(parameters) / parameters, machine)
     return Predicted(
         ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments),
-        load_seconds,
-        expected.merge_seconds + machine.seconds(0.0, FIRST_MERGE_BYTES * parameters),
-        load_seconds + again_seconds(parameters // 2, fragments // 2, islands, machine),
-        expected,
+        cycle(config_of(fragments, islands), parameters, fragments, islands, checkpoints=False),
     )
 
 
@@ -159,14 +131,8 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     if not 1 <= parameters < 1e15:
         raise ConfigError(f"--parameters cannot be {parameters}", "Give a number such as 2.5e8.", code="config.value")
     size = max(1, math.ceil(parameters / fragments))
-    needed = predict(size * fragments, fragments, islands, Machine())
-    require_room(needed, available_here())
-    say(f"all of the memory is taken once before: {memory_text(needed.together_bytes)}")
-    # The host of a virtual machine takes back memory that is free, and takes long to find it again.
-    first_price = new_memory_seconds(needed.together_bytes) / needed.together_bytes
-    machine = measured_machine()
-    rows = [row("new memory when it is taken before the run", 1e9 * first_price, 1e9 * machine.new_byte_seconds,
-                unit="s a GB")]  # fmt: skip
+    found = predict(size * fragments, fragments, islands)
+    require_room(found, available_here())
     return_freed_memory()  # as `archipelago island` does
     forget_peak()
     with own_redis(append_only=False) as server:
@@ -198,12 +164,11 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
                 memory.look()
             memory.look()
         fleet.require_nothing_lost()
-    found = predict(size * fragments, fragments, islands, machine)
-    rows += [
-        row("the first merger starts and loads", load_cpu, found.load_seconds, loaded),
-        *_part_rows(fleet, fragments, found),
-        row("the second merger starts, loads and merges again", restart_cpu, found.restart_seconds),
-        row("from the kill to the next closed round", restarted, found.restart_seconds, unit="s"),
+    rows = [
+        row("the first merger starts and loads", load_cpu, seconds=loaded),
+        *_part_rows(fleet, fragments),
+        row("the second merger starts, loads and merges again", restart_cpu),
+        row("from the kill to the next closed round", restarted, unit="s"),
         *_byte_rows(fleet, memory, found),
     ]
     return {
@@ -211,7 +176,7 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
         "fragments": fragments,
         "islands": islands,
         "rows": rows,
-        "predicted": found._asdict() | {"machine": asdict(machine), "cycle": asdict(found.cycle)},
+        "predicted": found._asdict() | {"cycle": asdict(found.cycle)},
         "load": os.getloadavg()[0],
     }
 
@@ -228,11 +193,11 @@ def row(
             "ratio": ratio}  # fmt: skip
 
 
-def _part_rows(fleet: WireIslands, fragments: int, predicted: Predicted) -> list[dict[str, Any]]:
+def _part_rows(fleet: WireIslands, fragments: int) -> list[dict[str, Any]]:
     """Return a line of each part of a pass. The fragment of the kill counts like the mean of the others."""
     return [
         row(f"{part}, all islands" if part != "merge" else part, spent.cpu_seconds * fragments / max(1, spent.calls),
-            predicted.merge_seconds if part == "merge" else "", spent.seconds)
+            seconds=spent.seconds)
         for part, spent in fleet.spent.items()
     ]  # fmt: skip
 

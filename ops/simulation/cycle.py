@@ -1,21 +1,16 @@
 """Predict what a run takes in memory, bytes and time while each fragment is merged once, on one or more shards.
 
 Memory comes from `broker.footprint` and bytes from the codecs. Times are seconds of a processor, without links; those
-of spectra are a prediction of their own (`spectra_load`). New memory has a part of its own in the times, because its
-price differs between machines more than that of arithmetic. `archipelago bench largest` prints the prediction beside
-what it measures. `measured_machine` measures this machine; all else is pure.
+of spectra are a prediction of their own (`spectra_load`). `archipelago bench largest` prints the memory and the bytes
+beside what it measures. Pure.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
@@ -25,7 +20,7 @@ from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.spectra import cycle_operations
 from archipelago.ops.watch.formatting import seconds_text
 
-# Processor time on the machine of docs/results/performance.md apart from new memory, and new memory, measured by
+# Processor time on the machine of docs/results/performance.md, with the time for new memory, measured by
 # `archipelago bench largest` with 2e7 to 1e9 parameters in 26 to 256 fragments.
 #: The merger, for each element of a contribution: fetch, check, decode and add.
 ADD_SECONDS: Final = 1.8e-9
@@ -34,11 +29,9 @@ CLOSE_SECONDS: Final = 3.0e-9
 #: The merger, for each round of any size, and when it merges again what its predecessor has committed.
 ROUND_SECONDS, AGAIN_SECONDS = 7.2e-3, 3.6e-3
 #: A merger that starts: load its programs and compile; then read each byte from Redis, check and decode it.
-START_SECONDS, LOAD_SECONDS = 1.0, 0.95e-9
-#: New memory of a merger that starts; and for each element that it loads, and that it merges again for the first time.
-START_BYTES, LOAD_BYTES, AGAIN_BYTES = 0.25e9, 4.5, 8.0
-#: New memory of a merger for each element that it merges for the first time. It keeps this memory.
-FIRST_MERGE_BYTES: Final = 5.0
+START_SECONDS, LOAD_SECONDS = 1.1, 0.95e-9
+#: New memory of a merger for each element that it loads, and that it merges again for the first time.
+LOAD_NEW_SECONDS, AGAIN_NEW_SECONDS = 2.4e-9, 4.3e-9
 #: It cannot load before the lease of its predecessor has ended (`archipelago merger --lease-seconds`), unless that one
 #: ran on the same machine.
 LEASE_SECONDS: Final = 5.0
@@ -52,38 +45,6 @@ SHARE_MAX: Final = 0.7
 THREAD_RATE: Final = 30e9
 #: A run has no more fragments (`sync.fragments`).
 FRAGMENTS_MAX: Final = 4096
-#: The elements and the trials of `trial_seconds`.
-ELEMENTS, TRIALS = 1 << 20, 9
-#: Processor seconds of `trial_seconds` on the machine of docs/results/performance.md.
-REFERENCE_SECONDS = 0.00235
-#: The new memory with which `measured_machine` measures.
-NEW_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a machine takes. By default it is the one of docs/results/performance.md.
-
-    Attributes:
-        slowness: The time that it takes for some arithmetic, over that of the default.
-        new_byte_seconds: Processor time for a byte of new memory. The kernel clears it, and a virtual machine has to
-            ask its host for it.
-    """
-
-    slowness: float = 1.0
-    new_byte_seconds: float = 0.54e-9
-
-    def slower(self, factor: float) -> Machine:
-        """Return a machine that takes `factor` times as long for everything."""
-        return Machine(factor * self.slowness, factor * self.new_byte_seconds)
-
-    def seconds(self, work_seconds: float, new_bytes: float = 0.0) -> float:
-        """Return the time for work that takes the default machine that long, and for that much new memory."""
-        return self.slowness * work_seconds + self.new_byte_seconds * new_bytes
-
-
-#: The machine of docs/results/performance.md.
-REFERENCE: Final = Machine()
 
 
 @dataclass(frozen=True)
@@ -119,7 +80,7 @@ def cycle(
     *,
     largest: int = 0,
     checkpoints: bool = True,
-    machine: Machine = REFERENCE,
+    slowness: float = 1.0,
 ) -> Cycle:
     """Predict a cycle.
 
@@ -131,7 +92,7 @@ def cycle(
         shards: The shards, which have equal parts of the fragments.
         largest: The elements of the largest fragment; by default, all are equal.
         checkpoints: Whether mergers write checkpoints.
-        machine: How fast it is.
+        slowness: The time that a merger's core takes, over that of the machine of docs/results/performance.md.
     """
     wire, elements, rounds = config.wire, math.ceil(parameters / shards), math.ceil(fragments / shards)
     sizes = elements, largest or math.ceil(parameters / fragments)
@@ -145,8 +106,8 @@ def cycle(
         redis_bytes=REDIS_BASE + sum(redis_parts(config, *sizes, islands, rounds).values()),
         bytes_up=codec(wire.up).encoded_size(parameters),
         bytes_down=codec(wire.down).encoded_size(parameters),
-        merge_seconds=machine.seconds(merging_seconds(elements, rounds, islands)),
-        restart_seconds=_longest_restart_seconds(config, elements, rounds, islands, written, machine),
+        merge_seconds=slowness * merging_seconds(elements, rounds, islands),
+        restart_seconds=_longest_restart_seconds(config, elements, rounds, islands, written, slowness),
     )
 
 
@@ -155,20 +116,8 @@ def merging_seconds(elements: int, rounds: int, islands: int, round_seconds: flo
     return round_seconds * rounds + (ADD_SECONDS * islands + CLOSE_SECONDS) * elements
 
 
-def loading_seconds(elements: int, bytes_of_each: float, machine: Machine) -> float:
-    """Return the processor time in which a merger starts and loads a state of that many bytes for each element."""
-    new_bytes = START_BYTES + LOAD_BYTES * elements
-    return machine.seconds(START_SECONDS + LOAD_SECONDS * bytes_of_each * elements, new_bytes)
-
-
-def again_seconds(elements: int, rounds: int, islands: int, machine: Machine, cycles: int = 1) -> float:
-    """Return the processor time in which a merger that has started merges those rounds again, of each cycle."""
-    once = merging_seconds(elements, rounds, islands, AGAIN_SECONDS)
-    return machine.seconds(cycles * once, AGAIN_BYTES * elements)
-
-
 def _longest_restart_seconds(
-    config: RunConfig, elements: int, rounds: int, islands: int, written: int, machine: Machine
+    config: RunConfig, elements: int, rounds: int, islands: int, written: int, slowness: float
 ) -> float:
     """Return the restart time just before compactions. They are due when as much was written as they take themselves.
 
@@ -176,12 +125,11 @@ def _longest_restart_seconds(
     cannot load before the lease of its predecessor has ended.
     """
     state = 4 * (2 + has_momentum(config))
-    started = max(LEASE_SECONDS, machine.seconds(START_SECONDS))
-    loaded = loading_seconds(elements, state, machine) - machine.seconds(START_SECONDS)
-    if not config.wire.sends_differences:
-        return started + loaded
-    cycles = math.ceil(state * elements / written)
-    return started + loaded + again_seconds(elements, rounds, islands, machine, cycles)
+    work = (LOAD_SECONDS * state + LOAD_NEW_SECONDS) * elements
+    if config.wire.sends_differences:
+        cycles = math.ceil(state * elements / written)
+        work += cycles * merging_seconds(elements, rounds, islands, AGAIN_SECONDS) + AGAIN_NEW_SECONDS * elements
+    return max(LEASE_SECONDS, slowness * START_SECONDS) + slowness * work
 
 
 def shards_needed(
@@ -193,7 +141,7 @@ def shards_needed(
     merger_bytes: float,
     redis_bytes: float,
     interval_seconds: float,
-    machine: Machine = REFERENCE,
+    slowness: float = 1.0,
 ) -> int:
     """Return the fewest shards whose mergers and Redis fit into machines, and whose mergers keep up; 0 if none do.
 
@@ -205,40 +153,15 @@ def shards_needed(
         merger_bytes: The memory of a machine with a merger.
         redis_bytes: The memory of a machine with a Redis primary.
         interval_seconds: H times the time of an inner step.
-        machine: How fast the machine with a merger is.
+        slowness: As for `cycle`.
     """
     for shards in range(1, FRAGMENTS_MAX // fragments + 1):
-        found = cycle(config, parameters, fragments * shards, islands, shards, machine=machine)
+        found = cycle(config, parameters, fragments * shards, islands, shards, slowness=slowness)
         fits = found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
         fits &= found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
         if fits and found.merge_seconds <= SHARE_MAX * interval_seconds:
             return shards
     return 0
-
-
-def measured_machine() -> Machine:
-    """Measure this machine, in some 0.2 s."""
-    return Machine(trial_seconds() / REFERENCE_SECONDS, new_memory_seconds(NEW_BYTES) / NEW_BYTES)
-
-
-def trial_seconds() -> float:
-    """Return the processor time for encoding and decoding ELEMENTS by int4 with numpy, the shortest of TRIALS."""
-    values_N, int4 = np.random.default_rng(0).standard_normal(ELEMENTS, np.float32), codec("int4")
-    seconds = []
-    for _ in range(TRIALS):
-        began = time.thread_time()
-        int4.decode(int4.encode(values_N), ELEMENTS)
-        seconds.append(time.thread_time() - began)
-    return min(seconds)
-
-
-def new_memory_seconds(size: int) -> float:
-    """Return the processor time for writing to each page of `size` bytes of new memory, which are then given back."""
-    with mmap.mmap(-1, size) as memory:
-        began = time.thread_time()
-        for page in range(0, size, mmap.PAGESIZE):
-            memory[page] = 1
-        return time.thread_time() - began
 
 
 # -- spectra ----------------------------------------------------------------------------------------------------------

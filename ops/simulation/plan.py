@@ -16,7 +16,6 @@ from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
-    REFERENCE,
     THREAD_RATE,
     Cycle,
     SpectraLoad,
@@ -307,10 +306,9 @@ def _cycle(
 ) -> tuple[Cycle, bool]:
     """Return a cycle with as few shards as fit, or with one and False. Each shard has that many fragments."""
     config = checked({"wire": {"up": way.up, "down": way.down}})
-    machine = REFERENCE.slower(options.merger_slowness)
     shards = shards_needed(
         config, parameters, fragments, islands, merger_bytes=1e9 * options.merger_gb,
-        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, machine=machine,
+        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, slowness=options.merger_slowness,
     )  # fmt: skip
     count = max(1, shards)
-    return cycle(config, parameters, fragments * count, islands, count, machine=machine), shards > 0
+    return cycle(config, parameters, fragments * count, islands, count, slowness=options.merger_slowness), shards > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +25,6 @@ from archipelago.ops.simulation.cycle import (
     THREAD_RATE,
     cycle,
     decoder,
-    measured_machine,
-    new_memory_seconds,
     shards_needed,
     spectra_load,
 )
@@ -77,20 +74,6 @@ def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
     fitting, tight = (cycle(CONFIG, PARAMETERS, 24 * s, 2, s).merger_bytes for s in (small, small - 1))
     assert fitting <= MERGER_SHARE_MAX * 16e9 < tight
     assert shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "merger_bytes": 1e8}) == 0, "not even the process"
-
-
-# -- the machine ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts page faults alike")
-def test_this_machine_is_measured_with_memory_that_is_new() -> None:
-    import resource
-
-    found, size = measured_machine(), 16 << 20
-    assert min(found.slowness, found.new_byte_seconds) > 0.0
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    new_memory_seconds(size)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before >= size // (2 << 20), "pages have 2 MiB at most"
 
 
 # -- spectra -----------------------------------------------------------------------------------------------------------
