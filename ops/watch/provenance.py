@@ -29,16 +29,16 @@ def provenance(
         tape: All rounds that are still known, oldest first.
         report: The run's report.json; empty if there is none.
     """
-    machines, islands = _machines(view), view.known or int(report.get("islands") or 0)
+    islands = view.known or int(report.get("islands") or 0)
     sections = {
         "Run": {"config digest": manifest.config.digest(), **_times(tape, view.evaluations, report)},
         "Result": {**_baseline(report), "syncs": syncs_in_words(view)},
-        "Machines": machines,
+        "Machines": _machines(view),
         "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
     }
     return {
         "sections": {title: facts for title, facts in sections.items() if facts},
-        "commands": commands(manifest, islands, len(machines), [e for e in tape if e.steered]),
+        "commands": commands(manifest, islands, [e for e in tape if e.steered]),
     }
 
 
@@ -79,48 +79,30 @@ def _machines(view: RunView) -> dict[str, str]:
     return {host: "; ".join(filter(None, (described.get(host), ", ".join(on)))) for host, on in hosts.items()}
 
 
-def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[TapeEntry]) -> str:
-    """Return a shell script that repeats the run, without addresses and passwords.
+def commands(manifest: Manifest, islands: int, steered: Sequence[TapeEntry]) -> str:
+    """Return a shell script that repeats the run of our own islands, without addresses and passwords.
 
     Args:
         manifest: The run's manifest.
         islands: The number of islands.
-        hosts: The number of machines that they ran on.
         steered: The rounds from which on an operator changed settings.
     """
     from archipelago.islands.data.corpus import KNOWN
 
-    if manifest.task:
-        return (
-            f"# The islands of this run trained the task {manifest.task!r}. Start it again from its file:\n"
-            f"# archipelago up --run {shlex.quote(f'{manifest.run}-again')} --task FILE.py:NAME, with its settings.\n"
-        )
-    if manifest.config.has_user_loops:
-        return (
-            "# The islands of this run were training scripts of its users: start them again, with another name for\n"
-            "# the run. Its settings are those of `archipelago.create`.\n"
-        )
-    name, corpus = shlex.quote(f"{manifest.run}-again"), manifest.corpus.name
-    again = corpus if corpus in KNOWN else f"FILE_OR_FOLDER --name {corpus}"
-    lines = [
-        f"# archipelago-train {manifest.versions.get('archipelago-train', '')}, jax {manifest.versions.get('jax', '')}",
-        f"archipelago prepare {again}   # its digest must be {manifest.corpus.digest}",
-    ]
-    if manifest.corpus.tokenizer:
-        lines[1] = f"# The corpus has a tokenizer with the digest {manifest.corpus.tokenizer}.\n{lines[1]}"
+    if manifest.task or manifest.config.has_user_loops:
+        what = f"the task {manifest.task!r}" if manifest.task else "training scripts of its users"
+        return f"# The islands of this run were {what}: start them again, with another name for the run.\n"
+    name, corpus = shlex.quote(f"{manifest.run}-again"), manifest.corpus
+    again = corpus.name if corpus.name in KNOWN else f"FILE_OR_FOLDER --name {corpus.name}"
     config = "".join(f" {shlex.quote(word)}" for word in flags(manifest.config))
     weights = manifest.versions.get("weights", "").rpartition(" ")[0]  # The digest follows the name.
     config += f" --from {shlex.quote(weights)}" if weights else ""
-    if hosts <= 1:
-        lines.append(f"archipelago up --run {name} --islands {max(1, islands)}{config}")
-    else:
-        lines += [
-            "export ARCHIPELAGO_URL=rediss://HOST:PORT   # on every machine",
-            f"archipelago init --run {name}{config}",
-            f"archipelago merger --run {name}   # on one machine",
-            f"archipelago island --run {name}   # {islands} islands on {hosts} machines",
-        ]
-    if steered and hosts <= 1:
-        lines.append(f"export ARCHIPELAGO_URL=runs/{name}/admin.join   # then, while it trains:")
-    lines += [f"archipelago steer --run {name} {entry.steered}   # at round {entry.round}" for entry in steered]
+    versions = ", ".join(f"{package} {manifest.versions.get(package, '')}" for package in ("archipelago-train", "jax"))
+    tokenizer = f", and its tokenizer {corpus.tokenizer}" if corpus.tokenizer else ""
+    lines = [
+        f"# {versions}; several machines: `archipelago init` with the same settings, `merger`, and `island` on each",
+        f"archipelago prepare {again}   # its digest must be {corpus.digest}{tokenizer}",
+        f"archipelago up --run {name} --islands {max(1, islands)}{config}",
+        *(f"archipelago steer runs/{name}/admin.join {entry.steered}   # at round {entry.round}" for entry in steered),
+    ]
     return "\n".join(lines) + "\n"

@@ -124,7 +124,7 @@ def test_a_run_of_scripts_has_no_settings_of_ours_and_no_model(served: Served) -
     shown = page_data.settings(manifest)
     assert shown["inner.steps"] == "1000"
     assert not {"data.corpus", "inner.learning_rate", "model.size"} & set(shown)
-    assert "archipelago.create" in commands(manifest, 1, 1, [])
+    assert "training scripts" in commands(manifest, 1, [])
     assert footprint(manifest).island == 16 * manifest.parameters, "what the link holds"
     parts = redis_parts(manifest.config, manifest.parameters, max(manifest.sizes))
     assert footprint(manifest).redis == sum(parts.values())

@@ -222,20 +222,18 @@ def test_the_commands_repeat_the_settings() -> None:
     several = {"record": True, "sync": {"interval": 12}, "wire": {"thin": ""}, "inner": {"learning_rate": 0.5}}
     for changed in ({}, {"seed": 3}, several):
         config = checked(changed)
-        line = commands(replace(MANIFEST, config=config), islands=2, hosts=1, steered=[]).splitlines()[-1]
+        line = commands(replace(MANIFEST, config=config), islands=2, steered=[]).splitlines()[-1]
         assert shlex.split(line) == ["archipelago", "up", "--run", "sample-again", "--islands", "2", *flags(config)]
 
 
-def test_the_commands_name_several_machines_weights_and_steering() -> None:
+def test_the_commands_name_weights_and_steering() -> None:
     manifest = replace(MANIFEST, versions={**MANIFEST.versions, "weights": "my model.safetensors 0123"})
     steered = replace(samples.commit([]).tape, steered="outer.learning_rate=0.5")
-    script = commands(manifest, islands=3, hosts=2, steered=[steered])
-    assert "archipelago up" not in script
-    assert "archipelago init --run sample-again" in script
+    script = commands(manifest, islands=3, steered=[steered])
     assert "--from 'my model.safetensors'" in script
-    assert "archipelago steer --run sample-again outer.learning_rate=0.5" in script
-    here = commands(manifest, islands=3, hosts=1, steered=[steered])
-    assert here.index("archipelago up") < here.index("export ARCHIPELAGO_URL=") < here.index("archipelago steer")
+    assert script.index("archipelago up") < script.index(
+        "archipelago steer runs/sample-again/admin.join outer.learning_rate=0.5"
+    )
 
 
 def trained(rounds: int, step: int, islands: int = 3) -> RunView:
