@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from archipelago.broker.address import Kind
+from archipelago.broker.footprint import redis_parts
 from archipelago.broker.invitation import Members, Role
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.checkup import NodeFacts, ServerFacts
 from archipelago.broker.redis.failures import KEEPS_ALL, OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
@@ -148,6 +151,21 @@ def memory(info: Mapping[str, Any]) -> Iterator[Finding]:
         )
     elif used:
         yield ok("memory", what)
+
+
+def run_memory(manifest: Manifest, shards: int, islands: int, info: Mapping[str, Any]) -> Finding:
+    """Compare what so many shards of the run take at their peak, with these islands, with the server's limit."""
+    share, limit = shards / manifest.shards, int(info.get("maxmemory", 0))
+    parts = redis_parts(
+        manifest.config, math.ceil(share * manifest.parameters), max(manifest.sizes), max(1, islands),
+        math.ceil(share * len(manifest.fragments)),
+    )  # fmt: skip
+    needed, records = sum(parts.values()), parts["the tape"] + parts["the merger's state"]
+    what = f"With {max(1, islands)} islands the run takes up to {size(needed)} here, {size(records)} of it for its "
+    what += "tape and the merger's state."
+    if limit and needed > MEMORY_SHARE_MAX * limit:
+        return warning("memory.small", what, "Raise maxmemory, or begin a run with several shards (--shards).")
+    return ok("memory", what)
 
 
 def evictions(facts: ServerFacts) -> Iterator[Finding]:

@@ -206,6 +206,8 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
     node = next((node for node in nodes if node.is_holder), None)
     host = node.host if node else str(checkup.options.get("host", ""))
     judged = checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role)
+    if found.manifest:
+        judged.append(checks.run_memory(found.manifest, len(shards), len(found.presences), facts.info))
     if is_first:
         found.findings += judged
         found.findings += checks.topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))

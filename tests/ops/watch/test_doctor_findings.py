@@ -150,6 +150,15 @@ def test_a_sync_is_predicted_from_codecs_link_and_steps() -> None:
     assert "2.4 s apart" in sync(thin, math.nan).what
 
 
+def test_the_server_needs_room_for_the_tape_and_the_state_of_many_islands() -> None:
+    tensors = (Tensor("a", (SIZE,)),)
+    run = Manifest("sample", SENDING, tensors, balanced(tensors, 1), NO_CORPUS, {})
+    for islands, limit, code in ((4, 0, "memory.ok"), (4, 200 << 20, "memory.ok"), (1000, 200 << 20, "memory.small")):
+        found = checks.run_memory(run, 1, islands, {"maxmemory": limit})
+        assert found.code == code, islands
+        assert f"With {islands} islands" in found.what
+
+
 def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
     for parameters, level in ((0, "ok"), (100_000_000, "ok"), (120_000_000, "warning"), (200_000_000, "problem")):
         assert doctor_site.disk(10_000_000_000, Path("runs"), parameters).level == level
