@@ -27,8 +27,8 @@ from archipelago.ops.chaos.processes import StormPlan, parse_script
 from archipelago.ops.chaos.report import PICTURE, REPORT, headlines, write
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
-from archipelago.ops.launch.init import workload_of
-from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
+from archipelago.ops.launch.init import trainable
+from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import can_draw, say
 
 #: Exit status if an invariant is broken.
@@ -104,7 +104,7 @@ def main(options: ChaosOptions) -> int:
     faults = _faults(options)
     if not script:
         keep_compiled()
-        _require_trainable(config, options)
+        trainable(config, options.task)
     can_draw()  # It says before the storm, and not after it, that there will be no picture.
     stopped = stop_on_signals()
     _prepare_folder(folder)
@@ -141,22 +141,9 @@ def _require_compatible(options: ChaosOptions) -> None:
             )
 
 
-def _require_trainable(config: RunConfig, options: ChaosOptions) -> None:
-    """Raise an error unless the model or the task can be trained here."""
-    work = workload_of(config, options.task)
-    if options.task is not None:
-        from archipelago.islands.tasks.workload import require_trainable
-
-        require_trainable(work)
-
-
-def _names(options: ChaosOptions) -> list[str]:
-    return [f"island-{number}" for number in range(options.islands)]
-
-
 def _faults(options: ChaosOptions) -> list[Fault]:
     """Return the schedule. Raise ConfigError for a file that cannot be read, or a fault that this machine lacks."""
-    islands = _names(options)
+    islands = [island_name(number) for number in range(options.islands)]
     targets = [REDIS, *merger_names(options.shards), *islands]
     if options.schedule:
         found = schedules.from_file(options.schedule, targets)
@@ -195,7 +182,7 @@ def _storm(
     options: ChaosOptions, config: RunConfig, folder: Path, faults: Sequence[Fault], stopped: Callable[[], bool]
 ) -> Figures:
     """Run a storm and, as the options say, the same run without faults and the baseline. Write the report."""
-    names = _names(options)
+    names = [island_name(number) for number in range(options.islands)]
     step_seconds = dict.fromkeys(names, options.step_seconds)
     step_seconds[names[-1]] *= options.slow
     (folder / SCHEDULE).write_text(schedules.to_text(faults), encoding="utf-8")

@@ -266,6 +266,16 @@ def workload_of(config: RunConfig, task: str | None, weights: Path | None = None
     return Workload.of(file, task_config(config, file))
 
 
+def trainable(config: RunConfig, task: str | None, weights: Path | None = None) -> Workload:
+    """Return what a run trains, as `workload_of` does. Raise ConfigError if a user's task cannot be trained here."""
+    from archipelago.islands.tasks.workload import require_trainable
+
+    work = workload_of(config, task, weights)
+    if task is not None:
+        require_trainable(work)
+    return work
+
+
 def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Params]:
     """Return the manifest of a new run, and its first parameters."""
     from archipelago.islands.tasks.ours import OurTask

@@ -30,6 +30,7 @@ from archipelago.ops.launch.supervisor import (
     NICENESS,
     Child,
     IslandStandbys,
+    island_name,
     stop_all,
     thread_environment,
 )
@@ -54,11 +55,6 @@ SINGLE_PROCESS = "archipelago.ops.experiments.baselines"
 def leave_seconds(worker: WorkerOptions) -> float:
     """Return how long a worker may take to end. With a bucket, it copies its last checkpoint there."""
     return LEAVE_SECONDS + (FINISH_SECONDS if chosen(worker.bucket) else 0.0)
-
-
-def island_name(number: int) -> str:
-    """Return the name of an island on this machine."""
-    return f"island-{number}"
 
 
 class LocalRun:

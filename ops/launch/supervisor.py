@@ -62,6 +62,11 @@ def thread_environment(workers: int) -> dict[str, str]:
     }
 
 
+def island_name(number: int) -> str:
+    """Return the name of an island on this machine."""
+    return f"island-{number}"
+
+
 @dataclass
 class Child:
     """One process.

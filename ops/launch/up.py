@@ -30,10 +30,10 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
 from archipelago.ops.launch.devices import DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
-from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
-from archipelago.ops.launch.local_run import LocalRun, island_name
+from archipelago.ops.launch.init import create, require_same, text_of, trainable
+from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.opening import public_host
-from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
+from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
@@ -101,7 +101,7 @@ def main(options: UpOptions) -> int:
     if options.log_json:
         options.log_as("up", name)
     keep_compiled()
-    has_losses = _require_trainable(config, options)
+    has_losses = trainable(config, options.task, options.from_).evaluation() is not None
     bucket = options.bucket_folder(name)
     # Nothing has been started or written before this line.
     stopped = stop_on_signals(END_SECONDS)
@@ -192,18 +192,6 @@ def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
         options = replace(options, islands=min(options.islands, len(found.names)))
     shares = shared_out(found, options.islands, options.standbys, may_share=options.share_devices, mesh=mesh)
     return options, shares
-
-
-def _require_trainable(config: RunConfig, options: UpOptions) -> bool:
-    """Check that the model or the task can be trained here. Return whether the run will have held-out losses."""
-    if options.task is None:
-        require_usable(config, options.from_)
-        return True
-    from archipelago.islands.tasks.workload import require_trainable
-
-    work = workload_of(config, options.task)
-    require_trainable(work)
-    return work.named.task.evaluate is not None
 
 
 def _find_or_create(

@@ -147,7 +147,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     found = Played()
     monkeypatch.setattr(chaos, "run_storm", found.run_storm)
     monkeypatch.setattr(chaos, "run_baseline", found.run_baseline)
-    monkeypatch.setattr(chaos, "_require_trainable", lambda config, options: None)
+    monkeypatch.setattr(chaos, "trainable", lambda config, task: None)
     return found
 
 
