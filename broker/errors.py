@@ -1,20 +1,4 @@
-"""Every error that a user can meet, in one tree. Each says what happened, why, and what to do next.
-
-ArchipelagoError
-├── ConfigError         a setting out of range, an unknown key, a file that is not there
-│   └── MismatchError   a worker and its run disagree; holds both values
-├── DataError           a corpus that is missing, too small or damaged
-├── BrokerError         the Redis server of a run
-│   ├── BadUrlError     an address that cannot be read
-│   ├── UnreachableError  no answer; workers retry, commands give up
-│   ├── ServerTooOldError
-│   ├── UnknownRunError
-│   ├── RunExistsError
-│   └── FencedError     a newer merger holds the lease; the older one must leave
-├── HostError           a process of an island over several hosts is away or lost; starting all again may help
-├── DivergedError       an island whose loss is NaN or infinite; the run goes on without it
-└── WireError           bytes from outside that do not decode; refused, never fatal
-"""
+"""Every error that a user can meet, in one tree. Each says what happened, why, and what to do next."""
 
 from __future__ import annotations
 

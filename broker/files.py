@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
@@ -36,23 +35,13 @@ _REMEDIES = {
     errno.EIO: ("The disk may be damaged. Choose a folder on another disk.", "file.disk"),
     errno.EMFILE: ("Raise the limit of open files (ulimit -n).", "file.too-many"),
 }
-#: The names of staged folders, and the age from which on one without a lock counts as left by a killed process.
+#: The names of staged folders, and the time without a new entry after which a killed process has left one.
 _STAGED = re.compile(r"\..+\.staged-[0-9a-f]{8}")
-ABANDONED_SECONDS = 3600.0
+ABANDONED_SECONDS = 24 * 3600.0
 #: The beginning of a path that was a URL, such as that of a bucket.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-#: The errors that Orbax raises for files that are damaged or cannot be written.
-FILE_FAULTS = (
-    ArchipelagoError,
-    OSError,
-    ValueError,  # tensorstore's own errors are among these
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-)
+#: The errors that Orbax and tensorstore raise for files that are damaged or cannot be written: those of any library.
+FILE_FAULTS = Exception
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 
@@ -145,8 +134,11 @@ def exposure(folder: Path) -> str:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if fault := _fault_of(folder.stat()):
-            return fault
+        status = folder.stat()
+        if status.st_uid != os.getuid():
+            return "belongs to another user"
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return "can be written to by other users"
         # A user who can change a parent folder can replace this folder.
         for parent in folder.resolve().parents:
             status = parent.stat()
@@ -155,14 +147,6 @@ def exposure(folder: Path) -> str:
         folder.chmod(0o700)
     except OSError as error:
         return f"cannot be used ({error.strerror})"
-    return ""
-
-
-def _fault_of(status: os.stat_result) -> str:
-    if status.st_uid != os.getuid():
-        return "belongs to another user"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "can be written to by other users"
     return ""
 
 
@@ -187,43 +171,24 @@ def staged_folder(target: Path) -> Iterator[Path]:
     stage = target.absolute().parent / f".{target.name}.staged-{secrets.token_hex(4)}"
     stage.mkdir(parents=True)
     try:
-        with _locked(stage):
-            _delete_abandoned(stage)
-            yield stage
-            stage.rename(target)
-            sync(stage.parent)
+        _delete_abandoned(stage)
+        yield stage
+        stage.rename(target)
+        sync(stage.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
 def _delete_abandoned(stage: Path) -> None:
-    """Delete the staged folders of killed processes beside a new one: no process holds their locks.
+    """Delete the staged folders of killed processes beside a new one.
 
-    Some file systems share no locks between machines, so a young folder may belong to another machine. Ages are
-    differences between times that the file system wrote: the clock of this machine may be wrong.
+    Ages are differences between times that the file system wrote: the clock of this machine may be wrong.
     """
     now = stage.stat().st_mtime
     for path in stage.parent.glob(".*.staged-*"):
         with suppress(OSError):
             if _STAGED.fullmatch(path.name) and now - path.stat().st_mtime > ABANDONED_SECONDS:
-                with _locked(path, must=True):
-                    shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path, *, must: bool = False) -> Iterator[None]:
-    """Hold the lock of a folder, which ends with this process at the latest.
-
-    Raises:
-        OSError: `must` is set, and another process holds the lock, or this file system has none.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with nullcontext() if must else suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def in_words(error: BaseException) -> str:
