@@ -197,7 +197,7 @@ def read(path: Path) -> Invitation:
         raise ConfigError(
             f"cannot read the join file {str(path)!r:.200}: {error.strerror}",
             "Give the path of a file that `archipelago invite` wrote, or a URL such as redis://HOST:PORT.",
-            code="invitation.no-file",
+            code="invitation.file",
         ) from error
     if mode & _others(found.st_uid):
         raise ConfigError(
@@ -205,7 +205,7 @@ def read(path: Path) -> Invitation:
             "password",
             f"Run `chmod 600 {path}`. If others may have read it, ask for a new one: "
             "`archipelago invite NAME --replace`.",
-            code="invitation.open",
+            code="invitation.file",
         )
     try:
         if len(content) > FILE_BYTES_MAX:

@@ -278,12 +278,12 @@ def accumulated(compute: Gradient, parts: int) -> Gradient:
 
 
 def require_divisible(examples: int, parts: int) -> None:
-    """Raise ConfigError (`config.micro-batches`) unless the examples of a batch can be cut into equal parts."""
+    """Raise ConfigError (`config.value`) unless the examples of a batch can be cut into equal parts."""
     if examples % parts:
         raise ConfigError(
             f"a batch of {examples:,} examples cannot be cut into {parts:,} equal micro-batches",
             "Set --inner.micro-batches to a divisor of the batch size.",
-            code="config.micro-batches",
+            code="config.value",
         )
 
 

@@ -51,7 +51,7 @@ def parsed(text: str) -> MeshShape:
 
     Raises:
         ConfigError: It is no list of axes, has an unknown axis or one twice, or a size that is no number from 1 on
-            (`mesh.text`).
+            (`config.value`).
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -60,7 +60,7 @@ def parsed(text: str) -> MeshShape:
             raise ConfigError(
                 f"--mesh {text!r:.80} is no list of axes with their sizes, at {part.strip()!r:.40}",
                 f"Give each axis at most once, with 1 to {DEVICES_MAX} devices, as data=2,fsdp=2,tensor=1.",
-                code="mesh.text",
+                code="config.value",
             )
         sizes[found[1]] = int(found[2])
     return MeshShape(**sizes)
@@ -83,7 +83,7 @@ def require_divided(shape: MeshShape, batch_size: int) -> None:
 
 
 def require_present(shape: MeshShape, devices: int, what: str) -> None:
-    """Raise ConfigError (`mesh.devices`) unless this process has as many devices.
+    """Raise ConfigError (`mesh.size`) unless this process has as many devices.
 
     Args:
         shape: The mesh.
@@ -94,5 +94,5 @@ def require_present(shape: MeshShape, devices: int, what: str) -> None:
         raise ConfigError(
             f"--mesh {shape} needs {shape.devices} devices, and this process has {devices} ({what})",
             "Give a smaller mesh, or make more devices visible to this process.",
-            code="mesh.devices",
+            code="mesh.size",
         )

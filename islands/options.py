@@ -115,16 +115,16 @@ def own_placement(options: IslandOptions, manifest: Manifest) -> Placement | Non
             f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "
             f"{placement.shape.devices if placement else 1}",
             "Give a --mesh of all of them, or a --batch-size that their number divides.",
-            code="mesh.devices",
+            code="mesh.size",
         )
     return placement
 
 
 def require_batch(batch_size: int, manifest: Manifest) -> None:
-    """Raise ConfigError (`config.value`, `task.setting`) for a batch that the run would not take."""
+    """Raise ConfigError (`config.value`) for a batch that the run would not take."""
     if batch_size and manifest.task:
         raise ConfigError(
-            "a task has batches of its own, so --batch-size would change nothing", "Leave it out.", code="task.setting"
+            "a task has batches of its own, so --batch-size would change nothing", "Leave it out.", code="config.value"
         )
     most = BATCH_FACTOR_MAX * manifest.config.data.batch_size
     remedy = f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's."

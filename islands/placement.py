@@ -194,7 +194,7 @@ def placement_of(
         devices: The devices of this process.
 
     Raises:
-        ConfigError: The mesh does not fit the devices (`mesh.devices`), the batch or the model (`mesh.size`).
+        ConfigError: The mesh does not fit the devices, the batch or the model (`mesh.size`).
     """
     shape = shape or by_default(len(devices), batch_size)
     require_present(shape, len(devices), devices[0].device_kind)

@@ -179,5 +179,5 @@ def _unusable(host: str, port: int, error: OSError | UnicodeError) -> ConfigErro
     return ConfigError(
         f"metrics cannot be served on {host:.200}:{port} ({why})",
         "Choose another --metrics-port or --metrics-host.",
-        code="config.address",
+        code="config.value",
     )

@@ -176,7 +176,7 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
 
     Raises:
         DataError: It is not there (`data.missing`), or its files do not fit each other (`data.damaged`).
-        ConfigError: No corpus can have that name, or it is the path or the address of a text (`data.not-prepared`).
+        ConfigError: No corpus can have that name, or it is the path or the address of a text (`data.missing`).
     """
     is_path = os.path.exists(name)  # noqa: PTH110 - it takes any text
     if is_address(name) or (is_path and not is_name(name)):
@@ -184,7 +184,7 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
             f"{name!r} is a path or an address, and not the name of a prepared corpus",
             f"Run `archipelago prepare {name}` for a file or a folder, which says the corpus's name. If corpora lie in "
             "a bucket, set ARCHIPELAGO_DATA to the address of their folder. Then give the corpus's name.",
-            code="data.not-prepared",
+            code="data.missing",
         )
     if not is_prepared(name) and not download_corpus(name):
         if name == STDLIB:

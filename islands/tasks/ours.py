@@ -132,7 +132,7 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
             f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, but the model has "
             f"{config.model.vocabulary:,} (model.vocabulary)",
             f"Set --model.vocabulary {corpus.vocabulary}, or name another corpus with --data.corpus.",
-            code="config.vocabulary",
+            code="config.value",
         )
     return config
 

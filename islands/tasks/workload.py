@@ -120,7 +120,7 @@ def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
     """Return the settings of a run that trains a task.
 
     Raises:
-        ConfigError: A setting is given that would change nothing (`task.setting`).
+        ConfigError: A setting is given that would change nothing (`config.value`).
     """
     useless = []
     if config.model not in (ModelConfig(), ModelConfig(OWN_MODEL)):
@@ -134,7 +134,7 @@ def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
         raise ConfigError(
             f"the settings of {' and of '.join(useless)} would change nothing: the task {file.name!r} has its own",
             f"Leave them out, or change {file.path}.",
-            code="task.setting",
+            code="config.value",
         )
     if file.task.optimizer is None and inner.learning_rate is None:
         inner = replace(inner, learning_rate=LEARNING_RATE)

@@ -113,7 +113,7 @@ def _welcome(
 def require_fit(
     here: HostRank, about: Mapping[str, str], rank: int, theirs: Mapping[str, str], others: Mapping[int, Any]
 ) -> None:
-    """Raise ConfigError unless a process that knows the key may be let in (`hosts.disagree`, `hosts.flags`)."""
+    """Raise ConfigError unless a process that knows the key may be let in (`hosts.disagree`, `config.value`)."""
     for what, own in about.items():
         if own != theirs.get(what, "none"):
             raise disagreement(what, own, rank, theirs.get(what, "none"))

@@ -68,7 +68,7 @@ def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> H
         rank: `--host-rank`.
 
     Raises:
-        ConfigError: Flags are missing or wrong (`hosts.flags`).
+        ConfigError: Flags are missing or wrong (`config.value`).
     """
     if coordinator is None and (hosts, rank) in ((None, None), (1, None), (1, 0)):
         return None
@@ -92,7 +92,7 @@ def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> H
 
 def flag_error(what: str, remedy: str) -> ConfigError:
     """Return the error of flags that give a process no rank, or one that another process has."""
-    return ConfigError(what, remedy, code="hosts.flags")
+    return ConfigError(what, remedy, code="config.value")
 
 
 def _bracketed(host: str) -> str:

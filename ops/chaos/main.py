@@ -128,7 +128,7 @@ def _require_sensible(options: ChaosOptions) -> None:
 
 
 def _require_compatible(options: ChaosOptions) -> None:
-    """Raise ConfigError (`chaos.conflict`) for options that do not go together."""
+    """Raise ConfigError (`config.value`) for options that do not go together."""
     needs_steps = {"--slow": options.slow != 1.0, "--baseline": options.baseline}
     needs_our_loop = {"--task": bool(options.task), "--standbys": options.standbys > 0, "--shards": options.shards > 1}
     for other, is_set, flags in (
@@ -137,7 +137,7 @@ def _require_compatible(options: ChaosOptions) -> None:
     ):
         if is_set and (wrong := [flag for flag, is_given in flags.items() if is_given]):
             raise ConfigError(
-                f"{wrong[0]} and {other} exclude each other", "Leave one of them out.", code="chaos.conflict"
+                f"{wrong[0]} and {other} exclude each other", "Leave one of them out.", code="config.value"
             )
 
 
@@ -161,7 +161,7 @@ def _faults(options: ChaosOptions) -> list[Fault]:
     ):
         if kind in kinds and not is_there:
             raise ConfigError(
-                f"the fault `{kind}` needs {needed}", f"Leave `{kind}` out of --kinds.", code="chaos.no-such-fault"
+                f"the fault `{kind}` needs {needed}", f"Leave `{kind}` out of --kinds.", code="config.value"
             )
     return found
 

@@ -45,7 +45,7 @@ def parse_script(text: str) -> tuple[str, ...]:
     Without `{island}`, which stands for the name of the island, that is added at the end.
 
     Raises:
-        ConfigError: There is no such script (`chaos.script`).
+        ConfigError: There is no such script (`config.value`).
     """
     if not text:
         return ()
@@ -58,7 +58,7 @@ def parse_script(text: str) -> tuple[str, ...]:
         raise ConfigError(
             why,
             'Give a Python file and its arguments, such as --script "train.py --name {island}".',
-            code="chaos.script",
+            code="config.value",
         )
     if not any(ISLAND_WORD in word for word in arguments):
         arguments.append(ISLAND_WORD)

@@ -125,5 +125,5 @@ def _listening(host: str, port: int) -> socket.socket:
         else:
             remedy = "Name an address of this machine with --host."
         raise ConfigError(
-            f"the page cannot be served on {host}:{port} ({reason})", remedy, code="config.address"
+            f"the page cannot be served on {host}:{port} ({reason})", remedy, code="config.value"
         ) from None

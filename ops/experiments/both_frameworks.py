@@ -161,10 +161,10 @@ class MixedRun(VirtualRun):
 
 
 def require_both(config: RunConfig) -> None:
-    """Raise ConfigError unless both frameworks can train the run's model alike (`bench.not-in-both`)."""
+    """Raise ConfigError unless both frameworks can train the run's model alike (`config.value`)."""
     if config.model.size not in DENSE or config.inner.optimizer != "adamw":
         raise ConfigError(
             f"the model {config.model.size!r} with {config.inner.optimizer} does not train alike in JAX and PyTorch",
             f"Choose one of the models {', '.join(DENSE)}, and --inner.optimizer adamw.",
-            code="bench.not-in-both",
+            code="config.value",
         )

@@ -182,7 +182,7 @@ def _toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror})", f"Files there: {there}.", code="study.unreadable"
+            f"{path} cannot be read ({error.strerror})", f"Files there: {there}.", code="study.shape"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML ({error})", _SHAPE, code="study.shape") from None

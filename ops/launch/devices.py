@@ -132,7 +132,7 @@ def shared_out(
 
     Raises:
         ConfigError: There are fewer accelerators than islands or a TPU cannot be shared as asked
-            (`up.devices`), or the mesh needs more devices than an island gets (`mesh.devices`).
+            (`up.devices`), or the mesh needs more devices than an island gets (`mesh.size`).
     """
     if found is None:
         return None

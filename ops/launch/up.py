@@ -185,7 +185,7 @@ def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
     """Return the options with a number of islands that this machine's accelerators allow, and the share of each.
 
     Raises:
-        ConfigError: There are not enough accelerators for what was asked (`up.devices`, `mesh.devices`).
+        ConfigError: There are not enough accelerators for what was asked (`up.devices`, `mesh.size`).
     """
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
     if found is not None and not is_given("--islands"):

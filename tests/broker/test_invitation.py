@@ -42,14 +42,14 @@ def test_a_join_file_is_private_and_is_read_back(path: Path) -> None:
     assert "secret" not in repr(OSLO)
     assert KEY not in repr(OSLO)
     for absent in (path.parent / "nowhere.join", path.parent):
-        with failing(ConfigError, "invitation.no-file"):
+        with failing(ConfigError, "invitation.file"):
             invitation.read(absent)
 
 
 def test_a_join_file_that_others_can_read_is_refused(path: Path) -> None:
     for mode in (0o640, 0o604, 0o660):
         path.chmod(mode)
-        with failing(ConfigError, "invitation.open"):
+        with failing(ConfigError, "invitation.file"):
             pytest.fail(f"{mode:o}: {invitation.read(path)}")
 
 
@@ -61,7 +61,7 @@ def test_a_mounted_secret_is_read_through_its_group(path: Path, monkeypatch: pyt
         assert invitation.read(path) == OSLO
     for mode in (0o660, 0o444):
         path.chmod(mode)
-        with failing(ConfigError, "invitation.open"):
+        with failing(ConfigError, "invitation.file"):
             pytest.fail(f"{mode:o}: {invitation.read(path)}")
 
 

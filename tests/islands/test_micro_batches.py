@@ -37,5 +37,5 @@ def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> 
 
 
 def test_a_batch_that_has_no_equal_parts_is_refused() -> None:
-    with failing(ConfigError, "config.micro-batches"):
+    with failing(ConfigError, "config.value"):
         jax.eval_shape(accumulated(gradient(TINY), 5), mini.params_of(TINY), TOKENS_nxBxT1[0])

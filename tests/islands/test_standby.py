@@ -125,7 +125,7 @@ def test_an_island_may_have_batches_of_its_own_size(stored: Stored) -> None:
     for wrong in (-1, 64 * run_size + 1):
         with failing(ConfigError, "config.value"):
             require_batch(wrong, manifest)
-    with failing(ConfigError, "task.setting"):
+    with failing(ConfigError, "config.value"):
         require_batch(8, replace(manifest, task="mine"))
 
 

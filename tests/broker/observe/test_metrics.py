@@ -65,14 +65,14 @@ def test_an_address_that_cannot_be_served_is_an_error_before_anything_starts() -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with failing(ConfigError, "config.address"):
+        with failing(ConfigError, "config.value"):
             metrics.require_free("127.0.0.1", [port])
         for number, host, code in (
-            (port, "127.0.0.1", "config.address"),
-            (-1, "127.0.0.1", "config.address"),
-            (65536, "127.0.0.1", "config.address"),
-            (0, "192.0.2.1", "config.address"),
-            (0, "a" * 64, "config.address"),
+            (port, "127.0.0.1", "config.value"),
+            (-1, "127.0.0.1", "config.value"),
+            (65536, "127.0.0.1", "config.value"),
+            (0, "192.0.2.1", "config.value"),
+            (0, "a" * 64, "config.value"),
         ):
             with failing(ConfigError, code):
                 WorkerOptions(metrics_port=number, metrics_host=host).registry(Health())

@@ -108,7 +108,7 @@ def test_an_unknown_name_or_a_path_is_refused(tmp_path: Path, monkeypatch: pytes
             corpus.open_corpus(name)
         assert said in str(caught.value)
     for path in ("./texts", "texts/", "texts/text.txt", str(tmp_path), "s3://bucket/corpora/mine"):
-        with failing(ConfigError, "data.not-prepared"):
+        with failing(ConfigError, "data.missing"):
             corpus.open_corpus(path)
 
 

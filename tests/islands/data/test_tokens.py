@@ -123,7 +123,7 @@ def test_the_model_determines_the_default_learning_rate() -> None:
 
 def test_a_corpus_that_the_model_cannot_read_is_refused(tokens: OpenCorpus) -> None:
     narrow = replace(CONFIG, model=ModelConfig(vocabulary=400))
-    with failing(ConfigError, "config.vocabulary"):
+    with failing(ConfigError, "config.value"):
         fitted(narrow, tokens)
 
 

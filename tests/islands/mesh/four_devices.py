@@ -175,7 +175,7 @@ def test_own_optimiser_state_is_restored_on_another_mesh(tmp_path: Path) -> None
 
 def test_a_mesh_that_does_not_fit_is_refused() -> None:
     for shape, batch, code in (
-        (MeshShape(data=8), 8, "mesh.devices"),
+        (MeshShape(data=8), 8, "mesh.size"),
         (MeshShape(data=3), 8, "mesh.size"),
         (MeshShape(fsdp=2, data=2), 6, "mesh.size"),
     ):

@@ -27,9 +27,9 @@ def test_other_texts_are_refused_before_anything_loads() -> None:
         *("", "4", "data=2,,fsdp=2", "data=2=2", "rows=2", "data=2,data=2"),
         *("data=", "data=0", "data=-1", "data=two", "data=2.5", "data=9999", "data=٢"),
     ):
-        with failing(ConfigError, "mesh.text"):
+        with failing(ConfigError, "config.value"):
             parsed(text)
-        with failing(ConfigError, "mesh.text"):
+        with failing(ConfigError, "config.value"):
             island(IslandOptions(url="redis://127.0.0.1:1", mesh=text, name="one", wait_seconds=0.0))
 
 
@@ -43,7 +43,7 @@ def test_a_mesh_must_divide_the_batch_and_be_present() -> None:
     with failing(ConfigError, "mesh.size"):
         require_divided(MeshShape(2, 2), 6)
     require_present(MeshShape(2, 2), 4, "cpu")
-    with failing(ConfigError, "mesh.devices"):
+    with failing(ConfigError, "mesh.size"):
         require_present(MeshShape(2, 2, 2), 4, "cpu")
 
 

@@ -245,10 +245,10 @@ def test_settings_that_would_change_nothing_are_refused() -> None:
         replace(CONFIG, model=ModelConfig("small")),
         replace(CONFIG, data=DataConfig(batch_size=4)),
     ):
-        with failing(ConfigError, "task.setting"):
+        with failing(ConfigError, "config.value"):
             task_config(useless, file_of())
     own = file_of(replace(TASK, optimizer=optax.sgd(0.1)))
-    with failing(ConfigError, "task.setting"):
+    with failing(ConfigError, "config.value"):
         task_config(replace(CONFIG, inner=InnerConfig(beta1=0.8)), own)
     given = replace(CONFIG, inner=InnerConfig(steps=77))
     assert task_config(given, own).inner == InnerConfig(steps=77)

@@ -32,7 +32,7 @@ def test_flags_give_a_rank_or_are_refused() -> None:
         ("node0:70000", 2, 0), ("node0:9000", 0, 0), ("node0:9000", 2, 2), ("node0:9000", 2, -1),
     ]  # fmt: skip
     for wrong in wrongs:
-        with failing(ConfigError, "hosts.flags"):
+        with failing(ConfigError, "config.value"):
             host_rank(*wrong)
     assert host_rank(None, None, None) is host_rank(None, 1, None) is None
     here = host_rank("[::1]:9000", 4, 3)
@@ -82,11 +82,11 @@ def test_hosts_come_together_and_whoever_has_gone_may_come_again(here: HostRank,
 
 def test_a_host_whose_rank_is_wrong_or_taken_and_a_stranger_disturb_nobody(here: HostRank, threads: Executor) -> None:
     leading = threads.submit(gathering, here)
-    assert [coming(replace(here, rank=rank)) for rank in (0, 3)] == ["hosts.flags"] * 2
+    assert [coming(replace(here, rank=rank)) for rank in (0, 3)] == ["config.value"] * 2
     assert coming(replace(here, rank=2), key=key_of("redis://:guess@host")) == "hosts.stranger"
     twins = [threads.submit(coming, replace(here, rank=1)) for _ in range(2)]
     refused, waiting = wait(twins, return_when=FIRST_COMPLETED)
-    assert [twin.result() for twin in refused] == ["hosts.flags"]
+    assert [twin.result() for twin in refused] == ["config.value"]
     assert coming(replace(here, rank=2)) == "go"
     assert [twin.result() for twin in waiting] == ["go"]
     leading.result()

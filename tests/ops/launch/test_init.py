@@ -236,7 +236,7 @@ def test_chips_of_a_tpu_belong_to_one_process_and_a_mesh_must_fit_into_a_share()
     with failing(code="up.devices"):
         shared_out(TPU, 2, standbys=1)
     assert shared_out(FOUR, 2, mesh=MeshShape(fsdp=2)) is not None
-    with failing(code="mesh.devices"):
+    with failing(code="mesh.size"):
         shared_out(FOUR, 2, mesh=MeshShape(fsdp=4))
 
 

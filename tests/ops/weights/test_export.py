@@ -165,7 +165,7 @@ def test_a_run_takes_its_vocabulary_from_the_corpus(url: str, call: Call) -> Non
     assert call("init", url, "--run", "t", *flags)[0] == 0
     assert connect(url, "t").reader.manifest().config.model.vocabulary == 400
     assert call("init", url, "--run", "t", *flags)[0] == 0
-    with failing(ConfigError, "config.vocabulary"):
+    with failing(ConfigError, "config.value"):
         run(["init", url, "--run", "u", *flags, "--model.vocabulary", "300"])
 
 
