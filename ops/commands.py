@@ -159,9 +159,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "bench parity": {
         "archipelago bench parity --quick": "Compare with data-parallel training, in minutes.",
+        "archipelago bench parity --model.size base --minutes 8": "Try some ways to merge; again, and try the rest.",
+        "archipelago bench parity --trials jax pytorch jax-pytorch --islands 2": "Train a Llama in PyTorch as well.",
     },
     "bench study": {"archipelago bench study isotropic --show": "Show the table of a study."},
-    "bench mixed": {"archipelago bench mixed --seeds 0": "Train a Llama in PyTorch beside our model in JAX."},
     "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
     "bench merge": {"archipelago bench merge --quick": "Measure codecs, merges and many islands."},
     "bench sync": {

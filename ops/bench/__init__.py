@@ -7,7 +7,6 @@ from archipelago.ops.commands import Verb, Verbs
 VERBS: Verbs = {
     "parity": Verb("archipelago.ops.experiments.parity", "ParityOptions", "Loss of islands and of data-parallel."),
     "study": Verb("archipelago.ops.experiments.study", "StudyOptions", "A grid of trials, and its results."),
-    "mixed": Verb("archipelago.ops.experiments.mixed", "MixedOptions", "JAX and PyTorch in one run."),
     "wire": Verb("archipelago.ops.bench.wire", "WireOptions", "Payloads through Redis, against bare sockets."),
     "merge": Verb("archipelago.ops.bench.merge", "MergeOptions", "Codecs and merging, and many islands."),
     "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),

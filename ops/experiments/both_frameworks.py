@@ -1,14 +1,17 @@
 """A run in virtual time whose islands are in JAX or in PyTorch, of the same model and on the same batches.
 
 In JAX, an island is our worker with our dense transformer; in PyTorch, a Llama of transformers with the AdamW of
-PyTorch, as in docs/examples/train_llama.py.
+PyTorch, as in docs/examples/train_llama.py. An island draws its batches by the seed and its number, in either
+framework. Both compute in float32 on every device, where JAX would take TF32 on a GPU. So only rounding differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, cast
 
+import jax
 import numpy as np
 import torch
 import transformers
@@ -29,12 +32,16 @@ from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.participant import Participant
-from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.ours import OurTask, our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
+from archipelago.ops.experiments.baselines import scoring
+from archipelago.ops.experiments.island_runs import play
+from archipelago.ops.experiments.trial import Progress, Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 
-Framework = Literal["jax", "pytorch"]
+if TYPE_CHECKING:
+    from archipelago.ops.experiments.parity import Framework
 
 
 class SeededBatches(Batches):
@@ -141,11 +148,11 @@ class TorchIsland(Participant):
 
 
 class MixedRun(VirtualRun):
-    """A run whose islands train in the given frameworks, in this order."""
+    """A run whose islands train in the given frameworks, in turn."""
 
-    def __init__(self, config: RunConfig, corpus: OpenCorpus, frameworks: Sequence[Framework]) -> None:
-        self._frameworks = iter(frameworks)
-        super().__init__(our_work(config, corpus, SeededBatches), paces(len(frameworks)))
+    def __init__(self, config: RunConfig, corpus: OpenCorpus, frameworks: Sequence[Framework], islands: int) -> None:
+        self._frameworks = cycle(frameworks)
+        super().__init__(our_work(config, corpus, SeededBatches), paces(islands))
 
     def new_island(
         self, name: str, work: Workload, supply: Supply, link: Link, arrivals: Sequence[Arrival], incarnation: str
@@ -160,11 +167,22 @@ class MixedRun(VirtualRun):
         return cast(Island, island)  # it has all that a virtual run needs
 
 
-def require_both(config: RunConfig) -> None:
-    """Raise ConfigError unless both frameworks can train the run's model alike (`config.value`)."""
+def played(frameworks: Sequence[Framework], trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
+    """Train one of our models by islands in these frameworks, and report each evaluation.
+
+    Raises:
+        ConfigError: They cannot train the run's model alike (`config.value`).
+    """
+    config = work.config
     if config.model.size not in DENSE or config.inner.optimizer != "adamw":
         raise ConfigError(
             f"the model {config.model.size!r} with {config.inner.optimizer} does not train alike in JAX and PyTorch",
             f"Choose one of the models {', '.join(DENSE)}, and --inner.optimizer adamw.",
             code="config.value",
         )
+    assert isinstance(work.named, OurTask)  # noqa: S101 - `parity` refuses tasks of users
+    torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
+    with jax.default_matmul_precision("float32"):
+        run = MixedRun(config, work.named.corpus, frameworks, trial.islands)
+        play(run, scoring(work), note)
+    return {}

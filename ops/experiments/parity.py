@@ -1,45 +1,107 @@
-"""`archipelago bench parity`: how much loss the interval H and the number of islands M cost, at equal tokens.
+"""`archipelago bench parity`: the loss of islands and of data-parallel training at equal tokens, trial by trial.
 
-For each M, islands with each H are compared with data-parallel training on as many tokens. Everything but the wall
-clock is exact: real islands, a real merger, and the real codec for every contribution. Only the step times are
-simulated. With one seed, a difference below about one per cent means little.
+Everything but the wall clock is exact: real islands, a real merger, and the real codec for every contribution. Only the
+step times are simulated. With one seed, a difference below about one per cent means little.
+
+Each trial is one line of a file, with its curve, and is never run again. So a comparison that takes long can be made in
+several calls: each one runs what is left, in the order of ARMS, and shows all that there is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import require_number
+from archipelago.broker.config import InnerConfig, RunConfig, checked
+from archipelago.broker.errors import ConfigError, require_number
+from archipelago.broker.files import make_untracked
+from archipelago.broker.machine import require_extra
 from archipelago.broker.manifest import LossUnit, loss_unit
-from archipelago.broker.process import keep_compiled
+from archipelago.broker.process import finite, keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.trial import ISLANDS_MAX, Record, Settings, Trial, TrialRow, measure
+from archipelago.ops.experiments.study import append, flat, records
+from archipelago.ops.experiments.trial import ISLANDS_MAX, Record, Settings, Trial, TrialRow, key_of, measure
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload
 
-#: The steps of a quick comparison.
-QUICK_STEPS, QUICK_WARMUP_STEPS = 400, 40
+#: The syncs of each fragment, unless --inner.steps is given; those of a quick comparison, and its warm-up.
+SYNCS, SYNCS_QUICK, QUICK_WARMUP_STEPS = 50, 16, 40
+
+ArmName = Literal[
+    "parallel", "islands", "parallel-muon", "muon-0.6", "muon-0.8", "isoloco", "rda", "jax", "pytorch", "jax-pytorch"
+]
+Framework = Literal["jax", "pytorch"]
+
+
+class Arm(NamedTuple):
+    """What is tried.
+
+    Attributes:
+        settings: Settings by dotted name, in place of those of the run.
+        kind: Islands, or one of their baselines (`trial.KINDS`).
+        frameworks: The frameworks of the islands, in turn (`both_frameworks`); none for our worker.
+    """
+
+    settings: Settings = MappingProxyType({})
+    kind: str = "islands"
+    frameworks: tuple[Framework, ...] = ()
+
+
+_MUON, _NESTEROV = {"inner.optimizer": "muon"}, {"outer.rule": "nesterov"}
+_FLOAT32 = {"model.compute_dtype": "float32"}
+#: Everything that can be tried. The first seven are tried by default, the most informative first. Their order was
+#: written down before any of them was run with 25 M parameters.
+ARMS: Mapping[ArmName, Arm] = {
+    # Is the loss of islands at most 1 % above that of data-parallel training?
+    "parallel": Arm(kind="parallel"),
+    "islands": Arm(),
+    # How far are they from the better baseline?
+    "parallel-muon": Arm(_MUON, kind="parallel"),
+    # Does Muon inside, with the outer momentum of MuLoCo (arXiv 2505.23725), shorten that distance?
+    "muon-0.6": Arm({**_MUON, **_NESTEROV, "outer.momentum": 0.6}),
+    "muon-0.8": Arm({**_MUON, **_NESTEROV, "outer.momentum": 0.8}),
+    # Is the outer step of IsoLoCo (arXiv 2607.03011) better than our schedule?
+    "isoloco": Arm({**_NESTEROV, "outer.momentum": 0.8, "outer.learning_rate": 1.8}),
+    # What is isotropic merging worth?
+    "rda": Arm({"merge.embedding": "rda", "merge.rest": "rda"}),
+    # Does it matter in which framework islands train?
+    "jax": Arm(_FLOAT32, frameworks=("jax",)),
+    "pytorch": Arm(_FLOAT32, frameworks=("pytorch",)),
+    "jax-pytorch": Arm(_FLOAT32, frameworks=("jax", "pytorch")),
+}
+#: What is tried in a quick comparison, and of a user's task.
+FEW: tuple[ArmName, ...] = ("parallel", "islands")
+DEFAULT: tuple[ArmName, ...] = tuple(name for name, arm in ARMS.items() if not arm.frameworks)
 
 
 @dataclass(frozen=True)
 class ParityOptions(OutputOptions):
-    """Compare losses at equal tokens, in virtual time: islands with data-parallel training, for each M and each H."""
+    """Compare losses at equal tokens, in virtual time: islands with data-parallel training, and other ways to merge.
+
+    Results are kept in the folder `parity` of the output, so the comparison can be made in several calls.
+    """
 
     task: str | None = None
     """A task of your own, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
 
-    islands: tuple[int, ...] = (3,)
+    trials: tuple[ArmName, ...] = ()
+    """What to try, in this order. The default is the first seven; of a task, and with --quick, the first two. The last
+    three train a Llama in PyTorch beside our model in JAX, on the same tokens and in float32."""
+    islands: tuple[int, ...] = (8,)
     """The numbers of islands M to compare."""
     intervals: tuple[int, ...] = ()
     """The intervals H to compare, in inner steps, such as 12 24 48. The default is that of the settings."""
@@ -47,15 +109,17 @@ class ParityOptions(OutputOptions):
     """The last island's steps take this many times longer."""
     seeds: tuple[int, ...] = ()
     """The seeds to take means and spreads over, such as 0 1 2. The default is the settings' own."""
+    minutes: float = math.inf
+    """Begin no trial after this time. The same command goes on later."""
     quick: bool = False
-    """Make 400 inner steps only."""
+    """Make 16 syncs only. The default is 50, unless --inner.steps is given."""
     config: Path | None = None
     """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 
 def main(options: ParityOptions) -> int:
-    """Compare, and write the results."""
+    """Run what is left, and show all results."""
     config = checked(options.settings)
     for count in options.islands or (0,):
         require_number("--islands", count, f"Give numbers from 1 to {ISLANDS_MAX}.", 1, ISLANDS_MAX)
@@ -66,80 +130,127 @@ def main(options: ParityOptions) -> int:
         from archipelago.islands.tasks.workload import require_trainable
 
         require_trainable(work)
+    inner = work.config.inner
     if options.quick:
-        work = work.changed(inner=replace(work.config.inner, steps=QUICK_STEPS, warmup_steps=QUICK_WARMUP_STEPS))
-    found = parity(work, options.islands, options.intervals, options.slow, options.seeds)
-    return finish("parity", found, options)
+        inner = replace(inner, steps=SYNCS_QUICK * config.sync.interval, warmup_steps=QUICK_WARMUP_STEPS)
+    elif inner.steps == InnerConfig().steps:
+        inner = replace(inner, steps=SYNCS * config.sync.interval)
+    return finish("parity", parity(work.changed(inner=inner), options), options)
 
 
-def parity(
-    work: Workload,
-    counts: Sequence[int],
-    intervals: Sequence[int],
-    slow: float,
-    seeds: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Compare islands with data-parallel training.
+class Place(NamedTuple):
+    """A row of the table: a name in ARMS, and the M and H of its trials."""
+
+    arm: ArmName
+    islands: int
+    interval: int
+
+    def __str__(self) -> str:
+        return f"{self.arm}, M = {self.islands}, H = {self.interval}"
+
+
+def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
+    """Run the trials that have no result yet, as long as there is time.
 
     Args:
         work: One of our models, or a task that has an `evaluate`.
-        counts: Numbers of islands, M.
-        intervals: The intervals H; empty for that of the settings.
-        slow: How many times longer the steps of the last island take.
-        seeds: Seeds to take means over; default the settings' own.
+        options: What to compare, and for how long.
 
     Returns:
-        Plain data with a row for each M and H.
+        Plain data with a row for each arm, M and H that has results.
 
     Raises:
-        ConfigError: The task is wrong, or has no evaluation (`task.evaluate`).
+        ConfigError: The task is wrong, has no evaluation (`task.evaluate`), or cannot be tried so (`config.value`).
     """
     work.require_evaluation()
-    unit, seeds, rows, curves = loss_unit(work.named.data), seeds or [work.config.seed], [], {}
-    for count in counts:
-        settings: list[Settings] = [
-            {"sync.interval": interval} for interval in intervals or [work.config.sync.interval]
-        ]
-        parallel = _measured(Trial.of({}, kind="parallel", islands=count, slow=slow), work, seeds)
-        names = {f"data-parallel, {count}× batch": parallel}
-        for each in settings:
-            measured = _measured(Trial.of(each, islands=count, slow=slow), work, seeds)
-            names[f"{count} island{'s' * (count > 1)}, H = {each['sync.interval']}"] = measured
-            rows.append(_row(measured, parallel, unit))
-        for name, measured in names.items():
-            say(f"{name}: {unit.from_evaluation(measured.mean):.4f} {unit.name} after {measured.tokens:,.0f} tokens")
-            curves[name] = [_curve(record, unit) for record in measured.records]
+    plan, task = list(_planned(work, options)), work.named.name or work.config.model.size
+    unit, path, began = loss_unit(work.named.data), options.output / "parity" / f"{task}.jsonl", time.monotonic()
+    make_untracked(options.output)
+    path.parent.mkdir(exist_ok=True)
+    known = {(record["arm"], key_of(record)): record for record in records(path)}
+    found, left = defaultdict[Place, list[Record]](list), 0
+    for place, trial, config in plan:
+        record = known.get((place.arm, trial.key))
+        if record is None and time.monotonic() - began < 60 * options.minutes:
+            record = {"arm": place.arm, **_measured(ARMS[place.arm], trial, work, config)}
+            append(path, finite(record))
+            loss = math.nan if record["diverged"] else unit.from_evaluation(record["bits_per_byte"])
+            say(f"{place}, seed {trial.seed}: {loss:.4f} {unit.name} after {record['tokens']:,} tokens")
+        left += record is None
+        found[place] += [record] if record else []
+    if left:
+        say(f"{left} of {len(plan)} trials are left: give the same command again")
+    rows = {place: TrialRow({}, tuple(records)) for place, records in found.items() if records}
     return {
-        "config": work.config.digest(), "task": work.named.name or work.config.model.size,
-        "slow": slow, "seeds": [*seeds], "unit": unit.name, "rows": rows, "curves": curves,
+        "config": work.config.digest(), "task": task, "slow": options.slow, "unit": unit.name, "left": left,
+        "rows": [_row(place, row, rows, unit) for place, row in rows.items()],
+        "curves": {str(place): [_curve(record, unit) for record in row.records] for place, row in rows.items()},
     }  # fmt: skip
 
 
-def _measured(trial: Trial, work: Workload, seeds: Sequence[int]) -> TrialRow:
-    """Run the trial with each seed."""
-    config = work.config
-    sync = checked(
-        replace(config, sync=replace(config.sync, **{k.removeprefix("sync."): v for k, v in trial.settings}))
-    )
-    records = [measure(replace(trial, seed=seed), work.changed(seed=seed, sync=sync.sync)) for seed in seeds]
-    return TrialRow(trial.named_values, tuple(records))
+def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Trial, RunConfig]]:
+    """Yield the trials in order, each with its row and the settings of its run."""
+    is_task, usual = isinstance(work.named, TaskFile), work.config.sync.interval
+    for name in options.trials or (FEW if is_task or options.quick else DEFAULT):
+        arm = ARMS[name]
+        if is_task and (arm.frameworks or (work.model.has_own_optimizer and "inner.optimizer" in arm.settings)):
+            raise ConfigError(
+                f"the trial {name!r} is not one of the task {work.named.name!r}, which has its own loss and optimiser",
+                "Leave it out, or compare one of our models.",
+                code="config.value",
+            )
+        for count in options.islands:
+            for interval in options.intervals if arm.kind == "islands" and options.intervals else (usual,):
+                config = _changed(work.config, {**arm.settings, "sync.interval": interval})
+                settings = flat(dataclasses.asdict(config))
+                for seed in options.seeds or (config.seed,):
+                    trial = Trial.of(settings, seed, kind=arm.kind, islands=count, slow=options.slow)
+                    yield Place(name, count, interval), trial, replace(config, seed=seed)
 
 
-def _row(islands: TrialRow, parallel: TrialRow, unit: LossUnit) -> dict[str, Any]:
-    first = islands.records[0]
-    # A user's loss may be negative; then ratios mean nothing.
-    has_ratios = all(loss > 0 for loss in parallel.losses.values())
+def _changed(config: RunConfig, settings: Settings) -> RunConfig:
+    """Return the config with other values of some settings, by dotted name."""
+    for name, value in settings.items():
+        section, key = name.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return checked(config)
+
+
+def _measured(arm: Arm, trial: Trial, work: Workload, config: RunConfig) -> dict[str, Any]:
+    """Run a trial and return its record."""
+    sections = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    if not arm.frameworks:
+        return measure(trial, work.changed(**sections))
+    require_extra("llama", "Training in PyTorch")
+    from archipelago.ops.experiments.both_frameworks import played
+
+    return measure(trial, work.changed(**sections), partial(played, arm.frameworks))
+
+
+def _row(place: Place, row: TrialRow, rows: Mapping[Place, TrialRow], unit: LossUnit) -> dict[str, Any]:
+    """Return a line of the table. A column has the ratio to each baseline with as many islands."""
+    first, baselines = row.records[0], [other for other in rows if _is_baseline(other)]
+    ratios = {}
+    for name in dict.fromkeys(other.arm for other in baselines):
+        same = next((rows[other] for other in baselines if (other.arm, other.islands) == (name, place.islands)), None)
+        # A user's loss may be negative; then ratios mean nothing.
+        has_ratio = same is not None and all(loss > 0 for loss in same.losses.values())
+        ratios[f"to_{name}"] = row.ratio(same) if has_ratio else math.nan
     return {
-        "islands": islands.settings["islands"],
-        "interval": islands.settings["sync.interval"],
+        "trial": place.arm,
+        "islands": place.islands,
+        "interval": place.interval,
         "tokens": first["tokens"],
-        "loss": unit.from_evaluation(islands.mean),
-        **({"spread": unit.from_evaluation(islands.spread)} if len(islands.records) > 1 else {}),
-        "data_parallel": unit.from_evaluation(parallel.mean),
-        "to_parallel": islands.ratio(parallel) if has_ratios else math.nan,
-        "rounds": first["rounds"],
-        "per_round": first["per_round"],
+        "loss": unit.from_evaluation(row.mean),
+        **({"spread": unit.from_evaluation(row.spread)} if len(row.records) > 1 else {}),
+        **ratios,
+        "rounds": first.get("rounds", 0),
+        "per_round": first.get("per_round", 0.0),
     }
+
+
+def _is_baseline(place: Place) -> bool:
+    return ARMS[place.arm].kind == "parallel" or len(ARMS[place.arm].frameworks) == 1
 
 
 def _curve(record: Record, unit: LossUnit) -> list[tuple[int, float]]:

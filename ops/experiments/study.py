@@ -45,6 +45,7 @@ import tyro
 from archipelago.broker.errors import ArchipelagoError, ConfigError, require_number
 from archipelago.broker.process import finite, keep_compiled, print_json
 from archipelago.ops.experiments.trial import OWN, Record, Trial, key_of, measure
+from archipelago.ops.launch.devices import Accelerators, accelerators, memory_share
 from archipelago.ops.launch.supervisor import ONE_THREAD
 from archipelago.ops.settings import say
 
@@ -66,7 +67,7 @@ class StudyOptions:
     name: Annotated[str, tyro.conf.Positional] = ""
     """The study. Without a name, all studies are listed."""
     jobs: int = 1
-    """The number of processes, each with one thread."""
+    """The number of processes. They share the accelerators; without any, each computes with one thread."""
     show: bool = False
     """Run nothing. Print the table of the results so far."""
     folder: Path | None = None
@@ -138,7 +139,7 @@ def load(folder: Path, name: str) -> Study:
     values = _toml(folder / f"{name}.toml")
     if unknown := sorted(set(values) - _TOP):
         raise ConfigError(f"the study {name!r} has unknown keys: {', '.join(unknown)}", _SHAPE, code="study.shape")
-    base = _flat(_toml(folder / str(values["base"]))) if "base" in values else {}
+    base = flat(_toml(folder / str(values["base"]))) if "base" in values else {}
     try:
         found = [trial for grid in values.get("grid", ()) for trial in _trials(grid, base, values.get("seeds", [0]))]
     except (TypeError, ValueError, AttributeError) as error:
@@ -157,8 +158,8 @@ def names(folder: Path) -> list[str]:
 
 
 def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) -> Iterator[Trial]:
-    flat = _flat({k: v for k, v in grid.items() if k != "seeds"})
-    axes = {name: value if isinstance(value, list) else [value] for name, value in flat.items()}
+    lists = flat({k: v for k, v in grid.items() if k != "seeds"})
+    axes = {name: value if isinstance(value, list) else [value] for name, value in lists.items()}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         own = {name: chosen.pop(name) for name in OWN if name in chosen}
@@ -169,10 +170,11 @@ def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) 
             yield Trial.of(settings, int(seed), **own)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name."""
     out: dict[str, Any] = {}
     for name, value in values.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return out
 
 
@@ -202,16 +204,23 @@ def varying(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def recorded(folder: Path) -> dict[str, Record]:
-    """Read all records in a folder, by key, because studies share baselines. Lines that were cut off are skipped."""
+    """Read all records in a folder, by key, because studies share baselines."""
     out: dict[str, Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-                out.setdefault(key_of(record), record)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
+        for record in records(path):
+            out.setdefault(key_of(record), record)
     return out
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Yield the records in a file, if it is there. Lines that were cut off are skipped."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+            key_of(record)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+        yield record
 
 
 def append(path: Path, record: Record) -> None:
@@ -258,8 +267,7 @@ def _results(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, Record
     """Yield each trial with its record, in the order in which they finish."""
     before = dict(os.environ)
     keep_compiled()
-    # One process per core: the arrays are so small that a second thread costs more than it saves.
-    os.environ.update(ONE_THREAD | before)  # The spawned processes read the environment when they start.
+    os.environ.update(environment(jobs, accelerators()) | before)  # The spawned processes read it when they start.
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin)
     try:
         futures: dict[Future[dict[str, Any]], Trial] = {pool.submit(measure, trial): trial for trial in trials}
@@ -275,6 +283,14 @@ def _results(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, Record
         pool.shutdown(wait=True, cancel_futures=True)
         os.environ.clear()
         os.environ.update(before)
+
+
+def environment(jobs: int, found: Accelerators | None) -> dict[str, str]:
+    """Return the variables of each of `jobs` processes: its share of the accelerators, or one core.
+
+    On a processor, the arrays are so small that a second thread costs more than it saves.
+    """
+    return memory_share(jobs) if found else ONE_THREAD
 
 
 def _begin() -> None:

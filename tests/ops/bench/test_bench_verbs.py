@@ -37,7 +37,7 @@ SMALLEST = {
     "largest": ("--parameters", "15000", "--fragments", "3"),
 }
 #: Verbs that `tests/ops/experiments` runs, and verbs whose smallest size is too large, which are measured below.
-ELSEWHERE = {"parity", "study", "mixed", "sync", "merge", "wire"}
+ELSEWHERE = {"parity", "study", "sync", "merge", "wire"}
 
 
 def measured(verb: str, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`bench parity` and `bench mixed`, and the baselines that they compare islands with."""
+"""`bench parity`, and the baselines that they compare islands with."""
 
 from __future__ import annotations
 
@@ -18,84 +18,98 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.batches import TaskRun
-from archipelago.ops.experiments import baselines, mixed, parity
+from archipelago.islands.tasks.ours import our_work
+from archipelago.ops.experiments import baselines, parity
 from archipelago.ops.experiments.baselines import AllShards, Reader
-from archipelago.ops.experiments.mixed import BOTH, JAX, TORCH, rows
-from archipelago.ops.experiments.trial import CurvePoint, Trial, TrialRow
+from archipelago.ops.experiments.parity import ARMS, ArmName, ParityOptions
+from archipelago.ops.experiments.trial import CurvePoint, Trial
 from tests import pytorch
 from tests.failing import failing
 from tests.islands.tasks.task_runs import BATCHES, EXAMPLES, SHARDS
-from tests.ops.experiments.trials import record_of, task_work, trial_of
+from tests.ops.experiments.trials import record_of, task_work
 from tests.small import SMALL, compiled
 
 
-def test_islands_of_a_task_are_compared_at_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def options_of(folder: Path, *trials: ArmName, **named: Any) -> ParityOptions:
+    return ParityOptions(output=folder, trials=trials, **{"islands": (2,), **named})
+
+
+def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "EVALUATIONS", 3)
-    found = parity.parity(task_work(), (2,), (4, 12), 1.0)
-    assert [(row["islands"], row["interval"]) for row in found["rows"]] == [(2, 4), (2, 12)]
-    for row in found["rows"]:
+    found = parity.parity(task_work(), options_of(tmp_path, intervals=(4, 12)))
+    parallel, *rows = found["rows"]
+    assert [(row["trial"], row["interval"]) for row in rows] == [("islands", 4), ("islands", 12)]
+    for row in rows:
         assert row["tokens"] == pytest.approx(row["islands"] * 48 * 10, rel=0.1)
         assert 0.5 < row["loss"] < 1.0, "the untrained kernel is 1"
-        assert 0.5 < row["data_parallel"] < 1.0
-        assert row["to_parallel"] == pytest.approx(row["loss"] / row["data_parallel"])
-    often, rarely = (row["rounds"] for row in found["rows"])
+        assert row["to_parallel"] == pytest.approx(row["loss"] / parallel["loss"])
+    assert parallel["to_parallel"] == 1.0
+    often, rarely = (row["rounds"] for row in rows)
     assert often > 2 * rarely > 2
     assert found["unit"] == "loss units"
-    (ours,), (parallel,) = (found["curves"][name] for name in ("2 islands, H = 4", "data-parallel, 2× batch"))
-    assert len(ours) == len(parallel) == 4
+    (first,), *others = found["curves"].values()
+    assert [len(curve) for (curve,) in others] == [len(first)] * 2 == [4, 4]
 
 
-def test_a_negative_loss_has_no_ratios_and_the_interval_is_that_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trials_are_run_in_parts_and_never_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {"islands": -1.0, "parallel": -2.0}
+    measured: list[Trial] = []
 
-    def measured(trial: Trial, work: Any) -> dict[str, Any]:
+    def fake(trial: Trial, work: Any) -> dict[str, Any]:
+        measured.append(trial)
         curve = [[0, 0.0], [1000, losses[trial.kind]]]
         return {**record_of(trial, losses[trial.kind]), "curve": curve, "rounds": 7, "per_round": 2.0}
 
-    monkeypatch.setattr(parity, "measure", measured)
-    (row,) = parity.parity(task_work(), (2,), (), 1.0)["rows"]
-    assert (row["interval"], row["rounds"]) == (4, 7)
-    assert row["to_parallel"] != row["to_parallel"], "it is not a number"
-    assert row["loss"] > row["data_parallel"]
+    monkeypatch.setattr(parity, "measure", fake)
+    work = task_work()
+    (first,) = parity.parity(work, options_of(tmp_path, "islands"))["rows"]
+    assert (first["interval"], first["rounds"], "to_parallel" in first) == (4, 7, False)
+    both = parity.parity(work, options_of(tmp_path))
+    assert [trial.kind for trial in measured] == ["islands", "parallel"]
+    parallel, islands = both["rows"]
+    assert (both["left"], islands["loss"]) == (0, first["loss"])
+    assert islands["to_parallel"] != islands["to_parallel"], "negative losses have no ratio"
+    assert islands["loss"] > parallel["loss"]
+    later = parity.parity(work, options_of(tmp_path, "rda", "parallel", minutes=0.0))
+    assert ([row["trial"] for row in later["rows"]], later["left"]) == (["parallel"], 1)
+    assert parity.parity(work.changed(seed=7), options_of(tmp_path, minutes=0.0))["left"] == 2, "another run"
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_each_trial_changes_what_its_name_says() -> None:
+    changed = {name: parity._changed(RunConfig(), arm.settings) for name, arm in ARMS.items()}
+    assert changed["parallel"] == changed["islands"] == RunConfig()
+    outer = changed["muon-0.6"].outer
+    assert (changed["muon-0.6"].inner.optimizer, outer.rule, outer.momentum) == ("muon", "nesterov", 0.6)
+    assert (changed["isoloco"].outer.momentum, changed["isoloco"].outer.learning_rate) == (0.8, 1.8)
+    assert {config.model.compute_dtype for name, config in changed.items() if ARMS[name].frameworks} == {"float32"}
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with failing(ConfigError, "task.evaluate"):
-        parity.parity(task_work(evaluate=None), (2,), (), 1.0)
+        parity.parity(task_work(evaluate=None), options_of(tmp_path))
+    with failing(ConfigError, "config.value"):
+        parity.parity(task_work(), options_of(tmp_path, "pytorch"))
 
 
-# -- bench mixed ------------------------------------------------------------------------------------------------------
-
-
-def test_the_table() -> None:
-    losses = {JAX: (2.0, 4.0), TORCH: (1.0, 4.0), BOTH: (3.0, 2.0)}
-    arms = {
-        name: TrialRow({}, tuple(record_of(trial_of(seed=seed), loss) for seed, loss in enumerate(each)))
-        for name, each in losses.items()
-    }
-    one, other, both = rows(arms)
-    assert (one["to_jax"], other["to_jax"], both["to_jax"]) == (1.0, 0.75, 1.0)
-    assert (one["to_pytorch"], other["to_pytorch"], both["to_pytorch"]) == (1.5, 1.0, 1.75)
-    assert (both["bits_per_byte"], both["spread"]) == (2.5, pytest.approx(0.5**0.5))
+# -- both frameworks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-def test_short_runs_end_alike(corpus: OpenCorpus) -> None:
+def test_short_runs_in_both_frameworks_end_alike(corpus: OpenCorpus, tmp_path: Path) -> None:
     pytorch.required("transformers")
+    trials: tuple[ArmName, ...] = ("jax", "pytorch", "jax-pytorch")
+    no_llama = dataclasses.replace(SMALL.model, size="tiny-moe")
     with failing(ConfigError, "config.value"):
-        no_llama = dataclasses.replace(SMALL.model, size="tiny-moe")
-        mixed.compared(RunConfig(model=no_llama), corpus, 2, (0,))
-    averaged = dataclasses.replace(SMALL, merge=MergeConfig("average", "average"))  # little to compile
-    found = mixed.compared(averaged, corpus, 2, (3,))
+        parity.parity(our_work(dataclasses.replace(SMALL, model=no_llama), corpus), options_of(tmp_path, *trials))
+    averaged = dataclasses.replace(SMALL, merge=MergeConfig("average", "average"), seed=3)  # little to compile
+    found = parity.parity(our_work(averaged, corpus), options_of(tmp_path, *trials))
     json.dumps(found)
     one, other, both = found["rows"]
     assert one["tokens"] == other["tokens"] == both["tokens"] > 0
     # Only rounding differs, which the merges amplify. Without clipping, the loss would be 1 % higher.
     assert both["to_jax"] == pytest.approx(1.0, abs=0.005)
     assert both["to_pytorch"] == pytest.approx(1.0, abs=0.005)
-    first, *_, last = (loss for _, loss in found["curves"][BOTH][0])
+    first, *_, last = (loss for _, loss in list(found["curves"].values())[2][0])
     assert last < 0.8 * first
 
 

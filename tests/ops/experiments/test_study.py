@@ -20,6 +20,8 @@ from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
 from archipelago.ops.experiments.study import RESULTS, SHIPPED, Study, StudyOptions
 from archipelago.ops.experiments.trial import Trial, key_of
+from archipelago.ops.launch.devices import Accelerators
+from archipelago.ops.launch.supervisor import ONE_THREAD
 from tests.failing import failing
 from tests.ops.experiments.trials import STUDY, record_of, trial_of
 
@@ -191,6 +193,12 @@ def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     assert names == ["sending"]
     assert studies.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 sending=6.0"
     assert studies.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 sending=0.0"
+
+
+def test_a_process_has_one_core_or_a_share_of_the_accelerators() -> None:
+    assert studies.environment(4, None) == ONE_THREAD
+    share = studies.environment(2, Accelerators("cuda", ("0",), "H100"))
+    assert "JAX_PLATFORMS" not in share and float(share["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 0.45
 
 
 def test_without_a_name_all_studies_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
