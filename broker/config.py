@@ -179,7 +179,7 @@ class MergeConfig:
     Attributes:
         embedding: The merge rule of embedding tensors.
         rest: The merge rule of all other tensors.
-        embedding_exponent: The power of its singular values that `isotropic` leaves of an embedding: 0, 0.25 or 0.5.
+        embedding_exponent: The power of its singular values that `isotropic` leaves of an embedding: 0 or 0.5.
         rest_exponent: The same for all other matrices. 0 makes all singular values equal.
         isotropic_side_max: Matrices whose shorter side is longer than this are merged by `rda` in place of `isotropic`,
             because changing the spectrum takes some 20 operations times that side for each parameter.
@@ -199,8 +199,8 @@ class MergeConfig:
     __pydantic_config__ = _STRICT
     embedding: Literal["average", "rda", "isotropic"] = "isotropic"
     rest: Literal["average", "rda", "isotropic"] = "isotropic"
-    embedding_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.5
-    rest_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.25)] = 0.0
+    embedding_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.5)] = 0.5
+    rest_exponent: Annotated[float, Ge(0.0), Le(0.5), MultipleOf(0.5)] = 0.0
     isotropic_side_max: Annotated[int, Ge(1), Le(1 << 20)] = 1024
     staleness: Literal["none", "polynomial"] = "polynomial"
     normalise: bool = True

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.wire import Body
-from archipelago.merger.spectra import Group, Multiply, Spectra, with_power
+from archipelago.merger.spectra import Group, Power, Spectra, with_power
 
 #: The pytree of arrays that a rule keeps for one tensor.
 Accumulator = Any
@@ -234,14 +234,14 @@ def finish(
     return placed_N
 
 
-def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, multiply: Multiply) -> None:
+def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, power: Power) -> None:
     """Replace a matrix U S Vᵀ by ‖S‖/‖Sᵖ‖ · U Sᵖ Vᵀ, in place. Its L2 norm stays.
 
     Over one interval, data-parallel training moves as unevenly as the islands' mean. In the long run it moves more
     evenly along the same directions (docs/results/learning.md). p = 0 is isotropic model merging (arXiv 2502.04959),
     and the map of Muon.
     """
-    changed_RC = with_power(matrix_RC, exponent, multiply).astype(np.float32)
+    changed_RC = with_power(matrix_RC, exponent, power)
     both = (jax.device_put((each.ravel(), np.float32(1.0)), _cpu()) for each in (matrix_RC, changed_RC))
     norm, changed_norm = (_norm(*each) for each in both)
     matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))

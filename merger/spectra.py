@@ -2,9 +2,11 @@
 
 `groups` decides by which rule each tensor of a fragment is merged. `isotropic` changes the singular values of a matrix
 to a power of them (`with_power`). Matrix products usually differ in their last bits between processors, because each
-adds in another order. Here, factors are rounded to so few bits that float64 holds every partial sum exactly: then no
-order and no fused multiplication changes a bit. All other operations act on single elements, which IEEE 754 defines. So
-a merger that takes over on another machine, and a replay there, come to the same parameters.
+adds in another order. Here the factors are integers of 14 bits times a power of two, whose product is exact, and
+rounded once to float32. Sums of products with a polynomial's coefficients are rounded once as well, so no fused
+multiplication changes a bit. All other operations act on single elements; none is a division, which compilers for GPUs
+approximate, and scales are powers of two. So a merger that takes over on another machine, and a replay there, come to
+the same parameters, whether numpy or XLA (`merger.xla_spectra`) has multiplied.
 
 The number of threads changes no bit either: each matrix is changed on its own. Numpy itself has one thread in our
 commands (`ops.cli`), because its threads wait busily: on a machine that does other work, too, two of them are slower
@@ -18,11 +20,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +44,7 @@ class Group:
         length: The number of its elements.
         rule: The name of its merge rule.
         shape: Its shape. Only matrices, and stacks of them along the leading axes, have a spectrum.
-        exponent: The power of the singular values that `isotropic` leaves.
+        exponent: The power of the singular values that `isotropic` leaves, 0 or ½.
     """
 
     start: int
@@ -79,173 +81,226 @@ def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
     return Group(offset, tensor.size, rule, tensor.shape, exponent)
 
 
-Matrix = NDArray[np.float64]
+Matrix = NDArray[np.float32]
+Wide = NDArray[np.float64]
+#: An array of numpy or of JAX.
+Array = Any
 #: Returns a matrix product. It may share the rows of the first matrix among threads, which changes no bit.
-Multiply = Callable[[Matrix, Matrix], Matrix]
+Multiply = Callable[[Wide, Wide], Wide]
+#: Returns U Sᵖ Vᵀ, times some positive number, for a matrix U S Vᵀ and p. The matrix is not taller than wide, and the
+#: magnitude of its largest element is from ½ to 1.
+Power = Callable[[Matrix, float], Matrix]
 
 #: Smaller singular values, as a share of the largest, are noise of the codec. They grow, but stay below the others.
-FLOOR: Final = 1e-3
-#: The first polynomial is steep at 1, so rounding must not carry a singular value beyond it.
-_MARGIN: Final = 1.0 - 2.0**-8
-#: Smaller numbers than 2 to the power of minus this become zeros, so that their scale is a float64.
-_EXPONENT_MAX: Final = 900
-#: The bits of a float64 significand, which bound the length of an exact sum.
-_EXACT_BITS: Final = 53
+FLOOR: Final = 1e-2
+#: The bits of the integers that are multiplied.
+BITS: Final = 14
+#: Two to the power of minus this is the smallest scale, so that no product of two scales leaves the range of float32.
+_EXPONENT_MAX: Final = 48
 
-#: Coefficients (a, b, c) of successive polynomials a·x + b·x³ + c·x⁵. Each has the smallest error max |1 − y| of all
-#: such polynomials over the interval to which its predecessors take [FLOOR, 1], as in Polar Express (arXiv 2505.16932).
-_STEPS: Final = (
-    (8.47032880384807, -25.10807470666187, 18.62927559911801),
-    (4.182834183293943, -3.108701109889243, 0.5806066813500494),
-    (3.9618572789616, -2.954063746359379, 0.5629761179538965),
-    (3.286586217027965, -2.464720134531286, 0.5073576938614552),
-    (2.2737499944340436, -1.6446603679080731, 0.4161909274978867),
-    (1.8887161973518254, -1.2651572253385928, 0.3765189255574865),
+# Coefficients (a, b, c) of successive polynomials a·x + b·x^(1+q) + c·x^(1+2q), with significands of 9 bits. Each has
+# the smallest error max |1 − y| of all such polynomials over the interval to which its predecessors take the one from
+# the floor to one, as in Polar Express (arXiv 2505.16932). It takes 0.98 · x for x, because it is steep at the
+# interval's end, and rounding must not carry a value far beyond it.
+
+#: q = 2, from FLOOR. In row n, the first polynomial takes x · 2^(−n/4) for x.
+_FIRST: Final = (
+    (7.9375, -22.25, 15.78125),
+    (6.671875, -13.21875, 6.625),
+    (5.609375, -7.859375, 2.7890625),
+    (4.71875, -4.671875, 1.171875),
+)
+_NEXT: Final = (
+    (3.5625, -2.5625, 0.4853515625),
+    (2.609375, -1.859375, 0.4091796875),
+    (1.91796875, -1.2578125, 0.3466796875),
+    (1.8359375, -1.17578125, 0.3388671875),
+)
+#: q = 4, from the square root of FLOOR.
+_ROOT: Final = (
+    (3.7734375, -9.8125, 7.1875),
+    (1.7734375, -0.53125, 0.053955078125),
+    (1.47265625, -0.537109375, 0.10107421875),
+    (1.37890625, -0.509765625, 0.12939453125),
 )
 
 
-def with_power(matrix_RC: NDArray[np.float32], exponent: float, multiply: Multiply = np.matmul) -> Matrix:
+class Factor(NamedTuple):
+    """A matrix of integers of at most 14 bits times a power of two: `integers` · 2^(`exponent` − 14)."""
+
+    integers: Array
+    exponent: Array
+
+    def value(self) -> Array:
+        """Return the matrix in float32, which holds it exactly."""
+        return self.integers.astype(np.float32) * _two_to(self.exponent - BITS)
+
+
+#: Two factors whose sum has at least 24 bits.
+Halves = tuple[Factor, Factor]
+
+
+class Products:
+    """Exact products of factors, rounded once to float32. Here a float64 holds each of their partial sums.
+
+    Whatever computes the sums, and in whatever order, the bits are these. `merger.xla_spectra` has another way.
+
+    Attributes:
+        xp: numpy or `jax.numpy`.
+    """
+
+    def __init__(self, xp: Any = np, multiply: Multiply = np.matmul) -> None:
+        self.xp = xp
+        self._multiply = multiply
+
+    def integers(self, values: Array) -> Array:
+        """Return the nearest integers of float32 values, in the type that is multiplied."""
+        return self.xp.rint(values).astype(np.float64)
+
+    def product(self, left_AK: Array, right: Array, axis: int) -> Array:
+        """Multiply two matrices of integers. This axis of the right one has length K."""
+        return self._multiply(left_AK, right if axis == 0 else right.T).astype(np.float32)
+
+    def rounded(self, values: Array) -> Factor:
+        """Round a float32 matrix to integers of 14 bits times a power of two."""
+        exponent = _exponent(self.xp.maximum(values.max(), -values.min()))
+        exponent = self.xp.maximum(exponent, -_EXPONENT_MAX)
+        return Factor(self.integers(values * _two_to(BITS - exponent)), exponent)
+
+    def halves(self, values: Array) -> Halves:
+        """Return two factors whose sum is a float32 matrix, to 2⁻²⁸ of its largest element."""
+        high = self.rounded(values)
+        return high, self.rounded(values - high.value())
+
+    def times(self, left: Factor, right: Factor, axis: int = 0) -> Array:
+        """Return the product of two factors in float32."""
+        unit = _two_to(left.exponent + right.exponent - 2 * BITS)
+        return self.product(left.integers, right.integers, axis) * unit
+
+    def gram(self, x: Factor) -> Array:
+        """Return X Xᵀ in float32. Numpy takes half the time for it."""
+        return self.times(x, x, axis=1)
+
+    def fine(self, left: Halves, right: Halves) -> Array:
+        """Return the product of two matrices of 24 bits. The product of the low halves is left out."""
+        (high, low), (other_high, other_low) = left, right
+        return (self.times(high, other_low) + self.times(low, other_high)) + self.times(high, other_high)
+
+    def polynomial(self, coefficients: Iterable[Array], ones: Sequence[Factor], squares: Sequence[Factor]) -> Array:
+        """Return a + b · G + c · G², where G and its square are sums of factors.
+
+        The products are exact in float32, so that a fused addition changes nothing.
+        """
+        a, b, c = coefficients
+        out_SS = a * self.xp.eye(len(ones[0].integers), dtype=np.float32)
+        for one, square in zip(ones, squares, strict=True):
+            out_SS = out_SS + (b * one.value() + c * square.value())
+        return out_SS
+
+
+def with_power(matrix_RC: Matrix, exponent: float, power: Power | None = None) -> Matrix:
     """Return U Sᵖ Vᵀ for a matrix U S Vᵀ, times some positive number. A matrix of zeros stays one.
 
     Singular values far below FLOOR · max S are damped, and zeros stay zeros but for rounding, so that a matrix of rank
-    one keeps its direction. For p = 0, those from the floor on become equal to 0.001, and smaller ones stay below
-    them. For p > 0, each s (as a share of a number from max S to a few times max S) becomes
-    s · (s² + FLOOR²)^((p − 1)/2), to 0.001.
+    one keeps its direction. For p = 0, those from the floor on become equal to 0.002, and smaller ones stay below
+    them. For p = ½, each s (as a share of a number from max S to a few times max S) becomes
+    s · (s² + FLOOR²)^(−1/4), to 0.005.
 
     Args:
         matrix_RC: The matrix. Its values are finite.
-        exponent: p, one of 0, 1/4 and 1/2.
-        multiply: Multiplies two large matrices.
+        exponent: p, 0 or ½.
+        power: Computes it; by default numpy. It decides no bit.
     """
-    wide_SC = np.asarray(matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T, np.float64)
-    largest = np.abs(wide_SC).max(initial=0.0)
-    if not largest:
-        return np.asarray(matrix_RC, np.float64)
-    wide_SC = np.ascontiguousarray(np.ldexp(wide_SC, -int(np.frexp(largest)[1])))  # a power of two rounds nothing
-    out_SC = _polar(wide_SC, multiply) if exponent == 0.0 else _root(wide_SC, exponent, multiply)
-    return out_SC if out_SC.shape == matrix_RC.shape else np.ascontiguousarray(out_SC.T)
+    wide_SC = matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T
+    _, scale = np.frexp(np.abs(wide_SC).max(initial=0.0))
+    wide_SC = np.ascontiguousarray(np.ldexp(wide_SC, -scale))  # rounds nothing
+    out_SC = power(wide_SC, exponent) if power else powered(wide_SC, exponent, Products())
+    out_RC = out_SC if out_SC.shape == matrix_RC.shape else out_SC.T
+    return np.add(out_RC, np.float32(0.0), order="C")  # no zero has a sign
 
 
 def operations(shape: tuple[int, ...], exponent: float) -> float:
-    """Return the floating-point operations of the matrix products of `with_power` for a matrix, or a stack of them.
+    """Return the floating-point operations of numpy's matrix products for a matrix, or a stack of them.
 
-    X Xᵀ counts half (see `product`). For p = 0 there are 18 to 24 times the shorter side for each element.
+    X Xᵀ counts half (see `Products.gram`). For p = 0 there are 15 to 20 times the shorter side for each element.
     """
     *stack, rows, columns = shape
-    side, length, steps = min(rows, columns), max(rows, columns), len(_STEPS)
-    if exponent == 0.0:
-        return float(math.prod(stack) * steps * (3 * side**2 * length + side**3))
-    roots = 2 if exponent == 0.5 else 3  # with four fine products, of three products each, in every step
-    fine = 2 * side**2 * length + (4 * steps * roots + roots - 2) * side**3
-    return float(math.prod(stack) * (6 * fine + side**3))
+    side, length = min(rows, columns), max(rows, columns)
+    once = 3 * side**2 * length + side**3
+    return float(math.prod(stack) * (5 * once if exponent == 0.0 else once + 96 * side**3))
 
 
-def _polar(x_SC: Matrix, multiply: Multiply) -> Matrix:
-    """Return U Vᵀ by Newton–Schulz iterations."""
-    for number, (a, b, c) in enumerate(_STEPS):
-        gram_SS = product(x_SC, x_SC.T)
-        square_SS = product(gram_SS, gram_SS.T)
-        if number == 0:
-            most = math.sqrt(_norm_bound(square_SS)) / _MARGIN  # of the squares of the singular values
-            x_SC, gram_SS, square_SS = x_SC / math.sqrt(most), gram_SS / most, square_SS / (most * most)
-        x_SC = product(_polynomial(gram_SS, square_SS, a, b, c), x_SC, multiply)
-    return x_SC
+def powered(x_SC: Array, exponent: float, products: Products) -> Array:
+    """Return U Sᵖ Vᵀ, times some positive number, by these products. For the other arguments, see `Power`."""
+    if exponent not in {0.0, 0.5}:
+        raise ValueError(f"the exponent {exponent} is neither 0 nor 0.5")
+    x = products.rounded(x_SC)
+    gram_SS = products.gram(x)
+    gram = products.rounded(gram_SS)
+    square = products.rounded(products.gram(gram))
+    bound = _norm_exponent(square, products.xp)  # of the fourth powers of the singular values
+    if exponent:
+        return products.times(_inverse_fourth_root(gram_SS * _two_to(-((bound + 1) >> 1)), products), x)
+    quarter = bound >> 2
+    x, gram, square = (
+        Factor(each.integers, each.exponent - power * quarter) for each, power in ((x, 1), (gram, 2), (square, 4))
+    )
+    first = products.xp.asarray(_FIRST, dtype=np.float32)[bound & 3]
+    step = products.rounded(products.polynomial(first, [gram], [square]))
+    for coefficients in np.array(_NEXT, np.float32):
+        x = products.rounded(products.times(step, x))
+        gram = products.rounded(products.gram(x))
+        square = products.rounded(products.gram(gram))
+        step = products.rounded(products.polynomial(coefficients, [gram], [square]))
+    return products.times(step, x)
 
 
-def _root(x_SC: Matrix, exponent: float, multiply: Multiply) -> Matrix:
-    """Return U Sᵖ Vᵀ = (X Xᵀ)^(−(1 − p)/2) X for p = 1/2 or 1/4, times some positive number."""
-    gram_SS = fine_product(x_SC, x_SC.T, multiply)
-    gram_SS = gram_SS / math.sqrt(_norm_bound(product(gram_SS, gram_SS.T)))
-    gram_SS[np.diag_indices(len(gram_SS))] += FLOOR**2
-    root_SS, _ = _square_roots(gram_SS, multiply)  # its eigenvalues are the singular values
-    half_SS, factor_SS = _square_roots(root_SS, multiply)
-    if exponent == 0.25:
-        factor_SS = fine_product(factor_SS, _square_roots(half_SS, multiply)[1], multiply)
-    elif exponent != 0.5:
-        raise ValueError(f"the exponent {exponent} is none of 0, 1/4 and 1/2")
-    return fine_product(factor_SS, x_SC, multiply)
+def _inverse_fourth_root(gram_SS: Array, products: Products) -> Factor:
+    """Return (G + FLOOR²)^(−1/4), times some positive number, for a matrix whose eigenvalues are from 0 to 1.
 
-
-def _square_roots(a_SS: Matrix, multiply: Multiply) -> tuple[Matrix, Matrix]:
-    """Return A^(1/2) and A^(−1/2), each times some positive number, by coupled Newton–Schulz iterations.
-
-    A is symmetric, and its eigenvalues are from 0 to 1.001. The square roots of the eigenvalues take
-    the same way to one as the singular values in `_polar`.
+    It is the product R of polynomials that take what is left of the matrix, G R⁴, to the unit matrix. Eigenvalues near
+    FLOOR² need 24 bits.
     """
-    root_SS, inverse_SS = _MARGIN * a_SS, np.eye(len(a_SS))
-    for a, b, c in _STEPS:
-        error_SS = fine_product(inverse_SS, root_SS, multiply)
-        step_SS = _polynomial(error_SS, fine_product(error_SS, error_SS, multiply), a, b, c)
-        root_SS = fine_product(root_SS, step_SS, multiply)
-        inverse_SS = fine_product(step_SS, inverse_SS, multiply)
-    return root_SS, inverse_SS
+    first, *others = np.array(_ROOT, np.float32)
+
+    def step_of(coefficients: Array) -> Halves:
+        square = products.halves(products.fine(left, left))
+        return products.halves(products.polynomial(coefficients, left, square))
+
+    left = products.halves(gram_SS + np.float32(FLOOR**2) * products.xp.eye(len(gram_SS), dtype=np.float32))
+    root = step = step_of(first)
+    for coefficients in others:
+        twice = products.halves(products.fine(step, step))
+        left = products.halves(products.fine(products.halves(products.fine(twice, left)), twice))
+        step = step_of(coefficients)
+        root = products.halves(products.fine(step, root))
+    return root[0]
 
 
-def _polynomial(one_SS: Matrix, square_SS: Matrix, a: float, b: float, c: float) -> Matrix:
-    out_SS = b * one_SS + c * square_SS
-    out_SS[np.diag_indices(len(out_SS))] += a
-    return out_SS
+def _two_to(exponent: Array) -> Array:
+    """Return two to an integer from −126 to 127 in float32."""
+    return ((exponent + np.int32(127)).astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
-def product(left_AK: Matrix, right_KB: Matrix, multiply: Multiply = np.matmul) -> Matrix:
-    """Return the product of two matrices whose elements are rounded to half the bits of an exact sum.
-
-    The error is about 2⁻²¹ of the largest elements for K up to 2,048. The sum itself is exact.
-    """
-    bits = _bits(left_AK.shape[1])
-    left, left_unit = _integers(left_AK, bits)
-    if right_KB.base is left_AK and right_KB.shape == left_AK.shape[::-1]:  # X Xᵀ takes half the time
-        return _times(left @ left.T, left_unit * left_unit)
-    right, right_unit = _integers(right_KB, bits)
-    return _times(multiply(left, right), left_unit * right_unit)
+def _exponent(most: Array) -> Array:
+    """Return the exponent of the smallest power of two above a float32 that is rounded to 14 bits."""
+    bits = most.view(np.uint32) & np.uint32(0x7FFFFFFF)  # without the sign of a zero
+    return ((bits + np.uint32(1 << 9)) >> np.uint32(23)).astype(np.int32) - np.int32(126)
 
 
-def fine_product(left_AK: Matrix, right_KB: Matrix, multiply: Multiply = np.matmul) -> Matrix:
-    """Return the product of two matrices with twice the bits of `product`, as a sum of three exact products."""
-    bits = _bits(left_AK.shape[1])
-    left, left_unit = _integers(left_AK, bits)
-    right, right_unit = _integers(right_KB, bits)
-    right_rest, right_fine = _integers(right_KB - right * right_unit, bits)
-    rest_AB = _times(multiply(left, right_rest), left_unit * right_fine)
-    del right_rest  # memory of the size of the matrix
-    left_rest, left_fine = _integers(left_AK - left * left_unit, bits)
-    rest_AB += _times(multiply(left_rest, right), left_fine * right_unit)
-    del left_rest
-    rest_AB += _times(multiply(left, right), left_unit * right_unit)
-    return rest_AB
-
-
-def _bits(terms: int) -> int:
-    """Return the most bits that factors may have so that a sum of `terms` products is exact."""
-    return (_EXACT_BITS - max(1, (terms - 1).bit_length())) // 2
-
-
-def _integers(values: Matrix, bits: int) -> tuple[Matrix, float]:
-    """Return integers of at most that many bits and the power of two of which they are multiples."""
-    largest = max(values.max(initial=0.0), -values.min(initial=0.0))
-    exponent = max(-_EXPONENT_MAX, int(np.frexp(largest)[1]))
-    scaled = values * math.ldexp(1.0, bits - exponent)  # rounds nothing, and is faster than np.ldexp
-    return np.rint(scaled, out=scaled), math.ldexp(1.0, exponent - bits)
-
-
-def _times(values: Matrix, factor: float) -> Matrix:
-    """Multiply in place."""
-    values *= factor
-    return values
-
-
-def _norm_bound(symmetric_SS: Matrix) -> float:
-    """Return an upper bound of the largest eigenvalue: the largest sum of the magnitudes in a row, rounded up."""
-    side = len(symmetric_SS)
-    counts, unit = _integers(np.abs(symmetric_SS), _EXACT_BITS - side.bit_length() - 1)
-    return float(counts.sum(axis=1).max() + side) * unit
+def _norm_exponent(symmetric: Factor, xp: Any) -> Array:
+    """Return the exponent of a power of two that no eigenvalue exceeds: it bounds the sum of magnitudes in each row."""
+    sums_S = xp.abs(symmetric.integers).astype(np.int32).sum(axis=1, dtype=np.int32) + np.int32(len(symmetric.integers))
+    return _exponent(sums_S.max().astype(np.float32)) + symmetric.exponent - BITS
 
 
 #: Products with fewer operations are not worth the hand-over to other threads, which takes about 0.1 ms.
 _LARGE: Final = 1e8
+#: Spectra with fewer operations are not worth the second that it takes to compile a program for their shape.
+_COMPILED: Final = 1e9
 
-#: Changes a matrix, given its exponent and a way to multiply.
-Work = Callable[[NDArray[np.float32], float, Multiply], object]
+#: Changes a matrix, given its exponent and a way to change its spectrum.
+Work = Callable[[Matrix, float, Power], object]
 
 
 def default_threads() -> int:
@@ -255,14 +310,21 @@ def default_threads() -> int:
     return usable_cores()
 
 
+def _by_xla() -> Power | None:
+    from archipelago.merger.xla_spectra import fastest
+
+    return fastest()
+
+
 class Spectra:
-    """Shares matrices, and the products of large ones, among threads.
+    """Shares matrices, and numpy's products of large ones, among threads.
 
     Args:
         between: Called on the calling thread every BETWEEN_SECONDS, because large matrices may take longer than a
             merger's lease. What it raises ends the change.
         clock: Seconds of a monotonic clock.
         threads: The number of threads; 0 stands for `default_threads()`.
+        compiled: Returns what changes large matrices, to the same bits, if there is something faster than numpy.
 
     Attributes:
         seconds: The time that all changes have taken.
@@ -274,19 +336,20 @@ class Spectra:
         between: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         threads: int = 0,
+        compiled: Callable[[], Power | None] = _by_xla,
     ) -> None:
         self.seconds = 0.0
         self.threads = threads or default_threads()
-        self.between, self._clock = between, clock
+        self.between, self._clock, self._compiled = between, clock, compiled
 
-    def change(self, work: Work, matrices: Sequence[tuple[NDArray[np.float32], float]]) -> None:
+    def change(self, work: Work, matrices: Sequence[tuple[Matrix, float]]) -> None:
         """Call `work` with each matrix and its exponent, the most expensive first."""
         began = self._clock()
         # Two pools, because a thread that waits for the rows of a product must not keep others from multiplying them.
         pool, rows = ThreadPoolExecutor(self.threads, "spectrum"), ThreadPoolExecutor(self.threads, "product")
         try:
             dearest = sorted(matrices, key=lambda each: -operations(each[0].shape, each[1]))
-            running = {pool.submit(work, *each, partial(self._multiply, rows)) for each in dearest}
+            running = {pool.submit(work, *each, partial(self._power, rows)) for each in dearest}
             while running:
                 done, running = wait(running, BETWEEN_SECONDS, FIRST_COMPLETED)
                 for future in done:
@@ -297,10 +360,16 @@ class Spectra:
             rows.shutdown(wait=False, cancel_futures=True)
             self.seconds += self._clock() - began
 
-    def _multiply(self, rows: ThreadPoolExecutor, left_AK: Matrix, right_KB: Matrix) -> Matrix:
+    def _power(self, rows: ThreadPoolExecutor, x_SC: Matrix, exponent: float) -> Matrix:
+        """Change a spectrum by the fastest way. A matrix of zeros lets a merger that starts compile its programs."""
+        if operations(x_SC.shape, exponent) >= _COMPILED and (compiled := self._compiled()):
+            return compiled(x_SC, exponent)
+        return powered(x_SC, exponent, Products(np, partial(self._multiply, rows))) if x_SC.any() else x_SC
+
+    def _multiply(self, rows: ThreadPoolExecutor, left_AK: Wide, right_KB: Wide) -> Wide:
         """Return the product of two matrices. Threads take rows of a large one."""
-        if self.threads == 1 or 2.0 * left_AK.size * right_KB.shape[1] < _LARGE:
-            return left_AK @ right_KB
+        if self.threads == 1 or 2.0 * left_AK.size * right_KB.shape[1] < _LARGE or right_KB.base is left_AK:
+            return left_AK @ right_KB  # X Xᵀ on one thread takes half the time
         parts = np.array_split(left_AK, self.threads)
         return np.concatenate(list(rows.map(lambda part_AK: part_AK @ right_KB, parts)))
 

@@ -65,6 +65,8 @@ def another(key: str) -> object:
         return not value
     if hint is str:
         return f"{value}-2"
+    if key.endswith("_exponent"):
+        return 0.5 - value
     return value + 1 if hint is int else value * 0.5 or 0.25
 
 

@@ -98,7 +98,7 @@ def test_isotropic_makes_the_singular_values_equal_and_keeps_the_norm() -> None:
     assert abs(stronger[0] - stronger[4]) < 2e-3 * stronger[0]
     assert norm(stronger) == pytest.approx(0.9 * 4 + 0.1 * 2, rel=1e-6)
     result = merged([vector(16, 0, 0, 0, 1, 0)], [1.0], (Group(0, 6, "isotropic", (2, 3), 0.5),))
-    assert result[0] / result[4] == pytest.approx(4.0, rel=3e-3), "half an exponent leaves the roots"
+    assert result[0] / result[4] == pytest.approx(4.0, rel=0.02), "half an exponent leaves the roots"
     assert norm(result) == pytest.approx(math.sqrt(257), rel=1e-6)
 
 

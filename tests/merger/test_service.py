@@ -156,16 +156,16 @@ def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: U
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(spectra, "BETWEEN_SECONDS", 0.001)
     first = run.merger("first")
-    product, epoch, slept = spectra.product, first.epoch, 0
+    gram, epoch, slept = spectra.Products.gram, first.epoch, 0
 
     def slow(*factors: Any) -> Any:
         nonlocal slept
         run.clock.now += LEASE_SECONDS / 3
         slept += 1
         until(lambda: run.clock.now - first._renewed_at < LEASE_SECONDS / 3, "the lease to be renewed")
-        return product(*factors)
+        return gram(*factors)
 
-    monkeypatch.setattr(spectra, "product", slow)
+    monkeypatch.setattr(spectra.Products, "gram", slow)
     run.play(first, 1, 2)
     assert slept > 6, "the merge took at least two leases"
     assert not run.idle_merger("second").acquire()

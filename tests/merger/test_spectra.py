@@ -9,7 +9,9 @@ import sys
 import threading
 from itertools import product as product_of
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,20 +24,24 @@ from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules, spectra
 from archipelago.merger.spectra import (
     FLOOR,
+    Factor,
     Group,
+    Matrix,
+    Power,
+    Products,
     Spectra,
     cycle_operations,
-    fine_product,
     operations,
-    product,
     with_power,
 )
+from archipelago.merger.xla_spectra import is_better, on_device
+from tests.harness.merger_run import logged_codes
 from tests.tiers import examples
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPONENTS = (0.0, 0.25, 0.5)
+EXPONENTS = (0.0, 0.5)
 #: The largest error of a singular value from FLOOR on, as a share of the largest result.
-ERROR_MAX = 1e-3
+ERROR_MAX = 5e-3
 Wide = NDArray[np.float64]
 
 SIDES = st.integers(1, 40)
@@ -72,7 +78,7 @@ def bound_of(matrix_RC: NDArray[np.float32]) -> float:
     return float(np.abs(square).sum(axis=1).max() ** 0.25 / np.linalg.norm(wide, 2))
 
 
-def largest_error(found: Wide, expected: Wide) -> float:
+def largest_error(found: NDArray[np.floating[Any]], expected: Wide) -> float:
     """Return the spectral norm of the difference, after scaling `found` to the size of `expected`."""
     scale = np.vdot(found, expected) / np.vdot(found, found)
     return float(np.linalg.norm(scale * found - expected, 2))
@@ -84,7 +90,7 @@ def test_singular_values_are_those_of_a_float64_svd(rows: int, columns: int, see
     matrix_RC = made(rows, columns, seed, smallest=2 * FLOOR)
     expected, shares = in_float64(matrix_RC, exponent)
     assert shares[-1] > FLOOR
-    assert largest_error(with_power(matrix_RC, exponent), expected) <= 2.5 * ERROR_MAX  # Two roots for a quarter.
+    assert largest_error(with_power(matrix_RC, exponent), expected) <= ERROR_MAX
 
 
 def test_degenerate_matrices() -> None:
@@ -96,33 +102,84 @@ def test_degenerate_matrices() -> None:
         one /= np.linalg.norm(one)
         for size in (1e-30, 1.0, 1e30):
             error = largest_error(with_power(one * np.float32(size), exponent), one.astype(np.float64))
-            assert error < 2e-3, (shape, exponent, size)
+            assert error < 2e-2, (shape, exponent, size)
 
 
 # -- exact products ------------------------------------------------------------------------------------------------
+
+ON_CPU = on_device(jax.local_devices(backend="cpu")[0])
 
 
 @settings(max_examples=examples(50))
 @given(st.integers(1, 6), st.integers(1, 300), st.integers(1, 6), SEEDS)
 def test_a_product_is_the_exact_one_of_its_rounded_factors(rows: int, terms: int, columns: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    left, right = random.standard_normal((rows, terms)), random.standard_normal((terms, columns)) * 1e-9
-    bits = spectra._bits(terms)
-    (a, a_unit), (b, b_unit) = spectra._integers(left, bits), spectra._integers(right, bits)
-    exact = [[sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in b.T] for row in a]
-    assert (product(left, right) / (a_unit * b_unit)).tolist() == exact
+    random, products = np.random.default_rng(seed), Products()
+    values = [random.standard_normal(shape, np.float32) for shape in ((rows, terms), (terms, columns))]
+    left, right = (products.rounded(each) for each in values)
+    assert np.abs(left.integers).max() < 2**14
+    assert np.abs(left.value() - values[0]).max() <= 2.0**-14 * np.abs(values[0]).max()
+    exact = [
+        [sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in right.integers.T]
+        for row in left.integers
+    ]
+    found = products.times(left, right)
+    unit = math.ldexp(1.0, int(left.exponent + right.exponent) - 28)
+    assert found.tolist() == (np.float32(unit) * np.asarray(exact, np.float32)).tolist()
     order = random.permutation(terms)
-    assert product(left[:, order], right[order]).tobytes() == product(left, right).tobytes()
-    assert np.abs(left - a * a_unit).max() <= 2.0**-19 * np.abs(left).max()
+    again = products.times(
+        Factor(left.integers[:, order], left.exponent), Factor(right.integers[order], right.exponent)
+    )
+    assert again.tobytes() == found.tobytes()
 
 
 @settings(max_examples=examples(50))
 @given(st.integers(1, 6), st.integers(1, 300), st.integers(1, 6), SEEDS)
-def test_a_fine_product_is_right_to_forty_bits(rows: int, terms: int, columns: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    left, right = random.standard_normal((rows, terms)), random.standard_normal((terms, columns))
-    exact = [[math.fsum(x * y for x, y in zip(row, column, strict=True)) for column in right.T] for row in left]
-    np.testing.assert_allclose(fine_product(left, right), exact, rtol=0, atol=terms * 2.0**-36)
+def test_a_fine_product_is_right_to_24_bits(rows: int, terms: int, columns: int, seed: int) -> None:
+    random, products = np.random.default_rng(seed), Products()
+    left, right = (random.uniform(-1, 1, shape).astype(np.float32) for shape in ((rows, terms), (terms, columns)))
+    found = products.fine(products.halves(left), products.halves(right))
+    np.testing.assert_allclose(found, left.astype(np.float64) @ right, rtol=2.0**-22, atol=terms * 2.0**-26)
+
+
+def test_xla_comes_to_the_bits_of_numpy() -> None:
+    """Also in sums that no int32 holds, in matrices of zeros and in those with few values."""
+    random = np.random.default_rng(0)
+    x_SC = random.uniform(-1.0, 1.0, (40, 70_000)).astype(np.float32)
+    sparse_SC = np.where(random.random(x_SC.shape) < 0.001, x_SC, np.float32(0.0))
+    for values, exponent in product_of((x_SC, sparse_SC, np.zeros_like(x_SC)), EXPONENTS):
+        found, expected = with_power(values, exponent, ON_CPU), with_power(values, exponent)
+        assert np.array_equal(found.view(np.uint32), expected.view(np.uint32)), exponent
+
+
+def test_what_is_not_better_than_numpy_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def other(x_SC: Matrix, exponent: float) -> Matrix:
+        return np.nextafter(with_power(x_SC, exponent), np.float32(np.inf))
+
+    def slow(x_SC: Matrix, exponent: float) -> Matrix:
+        return max((with_power(x_SC, exponent) for _ in range(9)), key=len)
+
+    assert not is_better(slow, "it", (16, 40))
+    assert not caplog.records
+    assert not is_better(other, "it", (16, 40))
+    assert logged_codes(caplog) == ["spectra.bits"]
+
+
+def test_only_large_matrices_are_changed_by_compiled_programs() -> None:
+    used = list[tuple[int, ...]]()
+
+    def compiled() -> Power:
+        def power(x_SC: Matrix, exponent: float) -> Matrix:
+            used.append(x_SC.shape)
+            return x_SC
+
+        return power
+
+    def work(matrix_RC: Matrix, exponent: float, power: Power) -> None:
+        with_power(matrix_RC, exponent, power)
+
+    shapes = ((16, 8), (1024, 512))
+    Spectra(threads=1, compiled=compiled).change(work, [(np.zeros(shape, np.float32), 0.0) for shape in shapes])
+    assert used == [(512, 1024)]
 
 
 # -- many matrices ---------------------------------------------------------------------------------------------------
@@ -153,7 +210,7 @@ def test_the_caller_is_called_back_while_a_matrix_is_changed_and_can_end_it(monk
             on.set()
             raise RuntimeError("the lease is lost")
 
-    def work(matrix_RC: object, exponent: float, multiply: object) -> None:
+    def work(matrix_RC: object, exponent: float, power: object) -> None:
         assert on.wait(30)
         changed.append(exponent)
 
@@ -194,12 +251,14 @@ def test_a_cycle_costs_what_its_matrices_cost() -> None:
 # -- other machines ------------------------------------------------------------------------------------------------
 
 _MERGE = """
+import jax
 import numpy as np
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.spectra import groups as fragment_groups
+from archipelago.merger.spectra import groups as fragment_groups, with_power
+from archipelago.merger.xla_spectra import on_device
 tensors = (Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (77,)))
 offsets = np.cumsum([0, *(tensor.size for tensor in tensors)])
 layout = tuple(zip(tensors, map(int, offsets), strict=False))
@@ -211,6 +270,9 @@ for weight in (1.0, 0.3, 0.7):
     norms, norm = merge_rules.norms(body, groups)
     acc = merge_rules.accumulate(acc, body, groups, norms, weight=weight, clip=90.0 / norm)
 print(digest_of(np.asarray(merge_rules.finish(acc, groups, total_weight=2.0))))
+xla = on_device(jax.local_devices()[0])
+for exponent in (0.0, 0.5):
+    print(digest_of(with_power(random.standard_normal((96, 130), np.float32), exponent, xla)))
 """
 
 

@@ -1,0 +1,103 @@
+"""The spectra of `merger.spectra`, computed by XLA in products of int8 matrices.
+
+Processors with AMX or VNNI, and all accelerators, multiply these many times faster than float64 numbers, and come to
+the same bits: an integer of 14 bits is 128 times an int8 plus another int8. A trial shows whether this machine is one
+of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from archipelago.merger.spectra import Array, Matrix, Power, Products, powered
+
+log = logging.getLogger(__name__)
+#: An int32 holds the sum of twice as many products of two int8.
+_TERMS_MAX: Final = 1 << 16
+#: The rows and columns of the matrix on which numpy and XLA are compared, and how often.
+_TRIAL, _TRIALS = (256, 1024), 3
+_ONE_TRIAL: Final = threading.Lock()
+_OTHER_BITS: Final = "%s computes other bits of spectra than numpy on this machine, so numpy computes them"
+
+
+class Int8Products(Products):
+    """Products of integers in int8, with sums in int32."""
+
+    def __init__(self) -> None:
+        super().__init__(jnp)
+
+    def integers(self, values: Array) -> Array:
+        """Return the nearest integers of float32 values."""
+        return jnp.rint(values).astype(jnp.int32)
+
+    def product(self, left_AK: Array, right: Array, axis: int) -> Array:
+        """Multiply two matrices of integers."""
+        numbers = (((1,), (axis,)), ((), ()))
+        dot = partial(jax.lax.dot_general, dimension_numbers=numbers, preferred_element_type=jnp.int32)
+        total = jnp.zeros((), jnp.float64)
+        for start in range(0, left_AK.shape[1], _TERMS_MAX):
+            terms = slice(start, start + _TERMS_MAX)
+            high, low = _bytes(left_AK[:, terms])
+            other_high, other_low = _bytes(right[terms] if axis == 0 else right[:, terms])
+            mixed = dot(jnp.concatenate([high, low], 1), jnp.concatenate([other_low, other_high], axis))
+            for sums, unit in ((dot(high, other_high), 2.0**14), (mixed, 2.0**7), (dot(low, other_low), 1.0)):
+                total = total + sums.astype(jnp.float64) * unit
+        return total.astype(jnp.float32)
+
+
+def _bytes(integers: Array) -> tuple[Array, Array]:
+    return (integers >> 7).astype(jnp.int8), (integers & 127).astype(jnp.int8)
+
+
+def on_device(device: jax.Device) -> Power:
+    """Return a function that changes spectra on a device."""
+    program = jax.jit(partial(powered, products=Int8Products()), static_argnames="exponent")
+
+    def power(x_SC: Matrix, exponent: float) -> Matrix:
+        with jax.enable_x64(True):  # of this thread
+            return np.asarray(program(jax.device_put(x_SC, device), exponent=exponent))
+
+    return power
+
+
+def fastest() -> Power | None:
+    """Return XLA's way to change spectra on the processor, or None where numpy is faster or has other bits."""
+    with _ONE_TRIAL:  # threads need it at the same time
+        return _fastest()
+
+
+@cache
+def _fastest() -> Power | None:
+    by_xla = on_device(jax.local_devices(backend="cpu")[0])
+    return by_xla if is_better(by_xla, "XLA") else None
+
+
+def is_better(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> bool:
+    """Return whether it has numpy's bits on a trial matrix, and is faster. Other bits are logged."""
+    random = np.random.default_rng(0)
+    trial_SC = (random.uniform(-1.0, 1.0, shape) * np.exp2(random.integers(-8, 1, shape[1]))).astype(np.float32)
+    own, others = 0.0, 0.0
+    for exponent in (0.0, 0.5):
+        ours, theirs = partial(powered, trial_SC, exponent, Products()), partial(candidate, trial_SC, exponent)
+        if not np.array_equal(theirs().view(np.uint32), ours().view(np.uint32)):  # XLA also compiles here
+            log.warning(_OTHER_BITS, name, extra={"code": "spectra.bits"})
+            return False
+        own += min(_seconds(ours) for _ in range(_TRIALS))
+        others += min(_seconds(theirs) for _ in range(_TRIALS))
+    log.info("spectra of a %d × %d matrix take %s %.0f ms, and numpy %.0f ms", *shape, name, 1e3 * others, 1e3 * own)
+    return others < own
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
