@@ -181,8 +181,8 @@ class MergeConfig:
         rest: The merge rule of all other tensors.
         embedding_exponent: The power of its singular values that `isotropic` leaves of an embedding: 0 or 0.5.
         rest_exponent: The same for all other matrices. 0 makes all singular values equal.
-        isotropic_side_max: Matrices whose shorter side is longer than this are merged by `rda` in place of `isotropic`,
-            because changing the spectrum takes some 20 operations times that side for each parameter.
+        isotropic_side_max: `isotropic` cuts matrices whose shorter side is longer than this into equal blocks of at
+            most as many rows or columns, because it takes some 20 operations times that side for each parameter.
         staleness: s(staleness): the factor on the weight of a stale contribution.
         normalise: Divide the round's mean s by its running mean. Staleness then changes the weights, but does not slow
             the run.

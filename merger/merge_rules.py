@@ -224,11 +224,7 @@ def finish(
     if not changed:
         return merged_N
     flat_N = np.array(merged_N)
-    matrices = [
-        (matrix_RC, group.exponent)
-        for group in changed
-        for matrix_RC in flat_N[group.start : group.end].reshape(-1, *group.shape[-2:])
-    ]
+    matrices = [(matrix_RC, group.exponent) for group in changed for matrix_RC in group.matrices(flat_N)]
     (spectra or Spectra()).change(_isotropic, matrices)
     placed_N: jax.Array = jax.device_put(flat_N, _cpu())
     return placed_N

@@ -34,6 +34,8 @@ from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import Tensor
 from archipelago.merger.executor import BETWEEN_SECONDS
 
+Matrix = NDArray[np.float32]
+
 
 @dataclass(frozen=True)
 class Group:
@@ -45,6 +47,8 @@ class Group:
         rule: The name of its merge rule.
         shape: Its shape. Only matrices, and stacks of them along the leading axes, have a spectrum.
         exponent: The power of the singular values that `isotropic` leaves, 0 or ½.
+        blocks: Into how many blocks `isotropic` cuts the shorter side of each matrix. Each block is merged as a matrix
+            of its own, and keeps its norm.
     """
 
     start: int
@@ -52,6 +56,7 @@ class Group:
     rule: str
     shape: tuple[int, ...] = ()
     exponent: float = 0.0
+    blocks: int = 1
 
     @property
     def end(self) -> int:
@@ -62,6 +67,20 @@ class Group:
     def changes_spectrum(self) -> bool:
         """Whether `isotropic` differs from `rda` for this tensor. Vectors, rows and columns have one singular value."""
         return self.rule == "isotropic" and len(self.shape) > 1 and min(self.shape[-2:]) > 1
+
+    @property
+    def operations(self) -> float:
+        """The floating-point operations of changing the spectra of all blocks."""
+        *stack, rows, columns = self.shape
+        side, length = sorted((rows, columns))
+        sides = [len(part) for part in np.array_split(range(side), self.blocks)]
+        return math.prod(stack) * sum(operations((part, length), self.exponent) for part in sides)
+
+    def matrices(self, fragment_N: Matrix) -> list[Matrix]:
+        """Return the blocks as views of a fragment's vector."""
+        *_, rows, columns = self.shape
+        stack = fragment_N[self.start : self.end].reshape(-1, rows, columns)
+        return [part_RC for each_RC in stack for part_RC in np.array_split(each_RC, self.blocks, int(rows > columns))]
 
 
 def groups(layout: Sequence[tuple[Tensor, int]], config: MergeConfig) -> tuple[Group, ...]:
@@ -76,12 +95,10 @@ def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
     )
     if rule != "isotropic":  # then the shape decides nothing, and equal groups share a program
         return Group(offset, tensor.size, rule)
-    if len(tensor.shape) > 1 and min(tensor.shape[-2:]) > config.isotropic_side_max:
-        return Group(offset, tensor.size, "rda")
-    return Group(offset, tensor.size, rule, tensor.shape, exponent)
+    blocks = math.ceil(min(tensor.shape[-2:], default=1) / config.isotropic_side_max)
+    return Group(offset, tensor.size, rule, tensor.shape, exponent, blocks if len(tensor.shape) > 1 else 1)
 
 
-Matrix = NDArray[np.float32]
 Wide = NDArray[np.float64]
 #: An array of numpy or of JAX.
 Array = Any
@@ -219,15 +236,14 @@ def with_power(matrix_RC: Matrix, exponent: float, power: Power | None = None) -
     return np.add(out_RC, np.float32(0.0), order="C")  # no zero has a sign
 
 
-def operations(shape: tuple[int, ...], exponent: float) -> float:
-    """Return the floating-point operations of numpy's matrix products for a matrix, or a stack of them.
+def operations(shape: tuple[int, int], exponent: float) -> float:
+    """Return the floating-point operations of numpy's matrix products for a matrix.
 
     X Xᵀ counts half (see `Products.gram`). For p = 0 there are 15 to 20 times the shorter side for each element.
     """
-    *stack, rows, columns = shape
-    side, length = min(rows, columns), max(rows, columns)
-    once = 3 * side**2 * length + side**3
-    return float(math.prod(stack) * (5 * once if exponent == 0.0 else once + 96 * side**3))
+    side, length = sorted(shape)
+    once = 3.0 * side**2 * length + side**3
+    return 5.0 * once if exponent == 0.0 else once + 96.0 * side**3
 
 
 def powered(x_SC: Array, exponent: float, products: Products) -> Array:
@@ -376,8 +392,5 @@ class Spectra:
 
 def cycle_operations(tensors: Sequence[Tensor], config: MergeConfig) -> float:
     """Return the floating-point operations of all spectra of one cycle, in which each fragment is merged once."""
-    return sum(
-        operations(group.shape, group.exponent)
-        for group in groups([(tensor, 0) for tensor in tensors], config)
-        if group.changes_spectrum
-    )
+    of_tensors = groups([(tensor, 0) for tensor in tensors], config)
+    return sum(group.operations for group in of_tensors if group.changes_spectrum)

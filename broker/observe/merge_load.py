@@ -64,7 +64,7 @@ class MergeLoad:
         if self.spectra >= SPECTRA_SHARE * self.busy:
             return (
                 "Start a merger with more cores and --threads: it stands by until you stop the slow one. In a new run, "
-                "merge large matrices by RDA (--merge.isotropic-side-max), or all of them (--merge.rest rda "
+                "cut matrices into smaller blocks (--merge.isotropic-side-max 512), merge by RDA (--merge.rest rda "
                 "--merge.embedding rda), or take a longer --sync.interval."
             )
         return (

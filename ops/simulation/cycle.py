@@ -198,8 +198,9 @@ class SpectraLoad:
         """What to do if the merger does not keep up."""
         count = math.ceil(self.threads * self.share / SHARE_MAX)
         return (
-            f"Run the merger on a machine with {count} such cores (--threads {count}). Or merge large matrices by RDA "
-            "in a new run (--merge.isotropic-side-max), or all of them (--merge.rest rda --merge.embedding rda)."
+            f"Run the merger on a machine with {count} such cores (--threads {count}). In a new "
+            "run, cut matrices into smaller blocks (--merge.isotropic-side-max 512), or merge by RDA "
+            "(--merge.rest rda --merge.embedding rda)."
         )
 
     def describe(self) -> str:

@@ -67,13 +67,14 @@ def test_groups_of_whole_tensors() -> None:
     assert set(MERGE_RULES) == set(get_args(get_type_hints(MergeConfig)["embedding"]))
 
 
-def test_large_matrices_are_merged_by_rda_in_place_of_isotropic() -> None:
+def test_large_matrices_are_merged_in_blocks() -> None:
     layout = ((Tensor("embed", (9, 4), "embedding"), 0), (Tensor("kernel", (2, 5, 3)), 36), (Tensor("bias", (9,)), 66))
     whole = MergeConfig(embedding="isotropic", rest="isotropic", embedding_exponent=0.5, isotropic_side_max=4)
     kernel, bias = Group(36, 30, "isotropic", (2, 5, 3), 0.0), Group(66, 9, "isotropic", (9,), 0.0)
     assert groups(layout, whole) == (Group(0, 36, "isotropic", (9, 4), 0.5), kernel, bias)
-    assert groups(layout, replace(whole, isotropic_side_max=3)) == (Group(0, 36, "rda"), kernel, bias)
-    assert groups(layout, replace(whole, isotropic_side_max=2)) == (Group(0, 36, "rda"), Group(36, 30, "rda"), bias)
+    embed = Group(0, 36, "isotropic", (9, 4), 0.5, blocks=2)
+    assert groups(layout, replace(whole, isotropic_side_max=3)) == (embed, kernel, bias)
+    assert groups(layout, replace(whole, isotropic_side_max=2)) == (embed, replace(kernel, blocks=2), bias)
     average = replace(whole, embedding="average", isotropic_side_max=1)
     assert groups(layout, average)[0] == Group(0, 36, "average"), "only isotropic merging has a limit"
 
@@ -100,6 +101,14 @@ def test_isotropic_makes_the_singular_values_equal_and_keeps_the_norm() -> None:
     result = merged([vector(16, 0, 0, 0, 1, 0)], [1.0], (Group(0, 6, "isotropic", (2, 3), 0.5),))
     assert result[0] / result[4] == pytest.approx(4.0, rel=0.02), "half an exponent leaves the roots"
     assert norm(result) == pytest.approx(math.sqrt(257), rel=1e-6)
+
+
+def test_each_block_is_merged_as_a_matrix_of_its_own() -> None:
+    delta_L = np.random.default_rng(0).standard_normal(40, np.float32)
+    blocks = merged([delta_L], [1.0], (Group(0, 40, "isotropic", (4, 10), blocks=2),))
+    assert bits(blocks) == bits(merged([delta_L], [1.0], (Group(0, 40, "isotropic", (2, 2, 10)),)))
+    tall = merged([delta_L.reshape(4, 10).T.ravel()], [1.0], (Group(0, 40, "isotropic", (10, 4), blocks=2),))
+    np.testing.assert_allclose(tall.reshape(10, 4).T.ravel(), blocks, rtol=1e-6)
 
 
 def test_vectors_rows_and_columns_are_merged_as_by_rda() -> None:
