@@ -159,24 +159,31 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
 
 #: Rows, columns and exponent of hidden matrices and embeddings of models from 1 M to 1 B parameters.
 MATRICES = (
-    (128, 128, 0.0), (128, 512, 0.0), (512, 1408, 0.0), (768, 3072, 0.0), (2048, 5504, 0.0),
+    (128, 128, 0.0), (128, 512, 0.0), (512, 1408, 0.0), (768, 3072, 0.0), (1024, 4096, 0.0),
     (256, 128, 0.5), (8192, 512, 0.5), (50257, 768, 0.5),
 )  # fmt: skip
 QUICK_ELEMENTS = 1_000_000
 
 
 def spectra(largest: int) -> list[dict[str, Any]]:
-    """Compare the spectrum of one matrix, taken once a round, with merging four contributions of it by RDA."""
-    rows = []
+    """Compare the spectrum of one matrix, taken once a round, with merging four contributions of it by RDA.
+
+    Numpy computes it, then XLA.
+    """
+    import jax
+
+    from archipelago.merger.xla_spectra import on_device
+
+    by_xla, rows = on_device(jax.local_devices(backend="cpu")[0]), []
     for height, width, exponent in MATRICES:
         if height * width > largest:
             continue
         matrix_RC = np.random.default_rng(0).standard_normal((height, width), np.float32)
         by_rda, _, _ = _merger_and_bare("rda", matrix_RC.size, 4)
-        found = ratio_of(by_rda, partial(with_power, matrix_RC, exponent), 1)
-        rows.append(
-            _row(f"spectrum of {height:,} × {width:,}, exponent {exponent:g}", "merging 4 int4 of it, RDA", found)
-        )
+        what = f"spectrum of {height:,} × {width:,}, exponent {exponent:g}"
+        numpys, xlas = partial(with_power, matrix_RC, exponent), partial(with_power, matrix_RC, exponent, by_xla)
+        rows.append(_row(what, "merging 4 int4 of it, RDA", ratio_of(by_rda, numpys, 1)))
+        rows.append(_row(f"{what}, XLA in int8", "numpy in float64", ratio_of(numpys, xlas, 1)))
     return rows
 
 
