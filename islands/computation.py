@@ -1,11 +1,11 @@
 """What an island computes on its devices. It knows no broker, no data and no schedule.
 
-An island over several hosts does this in each of its processes, in the same order (see `team`).
+An island over several hosts does this in each of its processes, in the same order (see `team.computing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,13 @@ import numpy as np
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Handover
-from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds, require_sound
+from archipelago.islands.inner import InnerState, InnerSteps, begin, moment_bounds
 from archipelago.islands.models.interface import Params
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
+from archipelago.islands.sync.recovery import NO_BOUNDS
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.user_loop.parameters import decode_state, is_finite, state_digest
+from archipelago.islands.user_loop.parameters import LoopState, not_finite
 
 
 class Computation:
@@ -29,6 +29,7 @@ class Computation:
     Attributes:
         inner: Parameters and the inner optimiser's state.
         replica: The references of all fragments.
+        state: Gives and takes the inner optimiser's state.
         steps: The compiled inner steps.
         placement: Where everything is on several devices; None for one device.
         has_own_optimizer: Whether the optimiser is not that of the run's config.
@@ -54,17 +55,18 @@ class Computation:
         """
         inner = manifest.config.inner
         self.steps, self.placement, self.has_own_optimizer = steps, placement, has_own_optimizer
-        self.replica = self._new_replica(manifest)
+        templates = None if placement is None else placement.templates
+        self.replica = self._new_replica(manifest, templates, donates=True)
         self.inner: InnerState
         self._fresh, self._length = fresh or partial(begin, inner), inner.steps
-        self._check = partial(require_sound, bounds=MomentBounds() if has_own_optimizer else moment_bounds(inner))
+        bounds = NO_BOUNDS if has_own_optimizer else moment_bounds(inner)
+        self.state = self._new_state(lambda: self.inner.optimizer, bounds)
 
-    def _new_replica(self, manifest: Manifest) -> Replica:
-        return Replica(manifest, self._templates, donates=True)
+    def _new_replica(self, *about: Any, **more: Any) -> Replica:
+        return Replica(*about, **more)
 
-    @property
-    def _templates(self) -> Mapping[str, jax.ShapeDtypeStruct] | None:
-        return None if self.placement is None else self.placement.templates
+    def _new_state(self, *about: Any) -> LoopState:
+        return LoopState(*about)
 
     def begin(self, vectors: Sequence[Vector]) -> None:
         """Start from one vector of each fragment, with fresh inner optimiser state."""
@@ -84,9 +86,8 @@ class Computation:
         return losses_n
 
     def try_steps(self, batches_n: Any, length: int) -> None:
-        """Compile the inner steps and everything that syncs run. Nothing changes."""
-        after, losses_n = self.steps(device_copy(self.inner), *self.arguments(batches_n, 0, length))
-        self.replica.warm_up(after.params)
+        """Compile the inner steps. Nothing changes."""
+        _, losses_n = self.steps(device_copy(self.inner), *self.arguments(batches_n, 0, length))
         losses_n.block_until_ready()
 
     def _placed(self, batches_n: Any) -> Any:
@@ -123,33 +124,9 @@ class Computation:
         """Do nothing: what a task does not train is a constant of its program."""
 
     def not_finite(self) -> list[str]:
-        """Return the names of the tensors with NaN or infinity; none on several hosts, which would all have to look."""
-        if jax.process_count() > 1:
-            return []
-        return [name for name, leaf in self.inner.params.items() if not bool(is_finite(leaf))]
+        """Return the names of the tensors with NaN or infinity in what this process has of them."""
+        return not_finite(self.inner.params)
 
-    # -- the state of the inner optimiser -----------------------------------------------------------------------------
-
-    def copies(self) -> list[Any]:
-        """Return the digest of the state's layout and copies of its arrays."""
-        return [state_digest(self.inner.optimizer), *self.optimizer_leaves()]
-
-    def decode(self, handover: Handover, payload: bytes) -> Any:
-        """Return the state that a peer sent. Raises WireError if it does not fit, or no steps can produce it."""
-        return decode_state(handover, payload, self.optimizer_like(), self._check)
-
-    def use(self, state: Any) -> None:
-        """Go on with the state of a peer."""
-        self.use_optimizer(jax.tree.leaves(state))
-
-    def optimizer_leaves(self) -> list[Any]:
-        """Return copies of the inner optimiser's arrays."""
-        return jax.tree.leaves(device_copy(self.inner.optimizer))
-
-    def optimizer_like(self) -> Any:
-        """Return the inner optimiser's state, with which that of a peer is compared."""
-        return self.inner.optimizer
-
-    def use_optimizer(self, leaves: Sequence[Any]) -> None:
-        """Replace the inner optimiser's arrays, given in the order of `optimizer_leaves`."""
-        self.inner = self.inner._replace(optimizer=jax.tree.unflatten(jax.tree.structure(self.inner.optimizer), leaves))
+    def use(self, values: Iterable[Any]) -> None:
+        """Go on with the state of a peer's inner optimiser."""
+        self.inner = self.inner._replace(optimizer=self.state.taken(values))

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 
 from archipelago.broker.config import InnerConfig
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ConfigError
 from archipelago.islands.models.interface import Gradient, Params
-from archipelago.islands.sync.recovery import MOMENTS_SLACK, TINY, adam_ratio
+from archipelago.islands.sync.recovery import MOMENTS_SLACK, MomentBounds, adam_ratio
 
 
 class InnerState(NamedTuple):
@@ -116,73 +115,12 @@ def counts(moments: optax.OptState) -> list[jax.Array]:
     return [count for _, count in optax.tree_utils.tree_get_all_with_path(moments, "count")]
 
 
-#: No run makes this many steps, and the counts of steps stay far below the end of int32.
-COUNT_MAX = 1 << 30
-
-
-class MomentBounds(NamedTuple):
-    """The largest moments that the steps of an optimiser can produce.
-
-    Attributes:
-        first: The magnitude of a first moment.
-        second: A second moment.
-        ratio: The magnitude of one of Adam's first moments, as a multiple of the root of its second moment.
-    """
-
-    first: float = math.inf
-    second: float = math.inf
-    ratio: float = math.inf
-
-
 def moment_bounds(config: InnerConfig) -> MomentBounds:
-    """Return the bounds for an optimiser.
-
-    Without them, a peer could hand over moments that are finite and still throw an island's parameters far away.
-    Clipping bounds each gradient.
-    """
+    """Return the bounds for an optimiser. Clipping bounds each gradient."""
     b1, b2, clip = config.beta1, config.beta2, config.clip_norm
     decay = max(b1, config.muon_momentum)
     first, second = (clip / (1.0 - decay), clip**2) if clip else (math.inf, math.inf)
     return MomentBounds(MOMENTS_SLACK * first, MOMENTS_SLACK * second, MOMENTS_SLACK * adam_ratio(b1, b2))
-
-
-def require_sound(state: optax.OptState, like: optax.OptState, bounds: MomentBounds | None = None) -> None:
-    """Raise WireError for optimiser state that no sequence of steps can produce.
-
-    Args:
-        state: What a peer sent, in the memory of the host.
-        like: Fresh state of the same optimiser.
-        bounds: The bounds on the moments; None for none.
-    """
-    bounds = bounds or MomentBounds()
-
-    def named(tree: optax.OptState, *names: str) -> list[jax.Array]:
-        found = [part for name in names for _, part in optax.tree_utils.tree_get_all_with_path(tree, name)]
-        return jax.tree.leaves(found)
-
-    if any((leaf < 0).any() for leaf in named(state, "nu", "count")):
-        raise WireError("a negative second moment or count in the peer's optimiser state", code="handover.unsound")
-    constant = zip(named(state, "ns_coeffs"), named(like, "ns_coeffs"), strict=True)  # of Muon's Newton-Schulz steps
-    if any((np.asarray(sent) != np.asarray(own)).any() for sent, own in constant):
-        raise WireError("wrong coefficients in the peer's optimiser state", code="handover.unsound")
-    are_small = (
-        all((leaf <= COUNT_MAX).all() for leaf in named(state, "count"))
-        and all((np.abs(leaf) <= bounds.first).all() for leaf in named(state, "mu"))
-        and all((leaf <= bounds.second).all() for leaf in named(state, "nu"))
-        and all((np.abs(mu) <= bounds.ratio * np.sqrt(nu) + TINY).all() for mu, nu in _adam_moments(state))
-    )
-    if not are_small:
-        raise WireError("moments in the peer's optimiser state that no steps can produce", code="handover.unsound")
-
-
-def _adam_moments(state: optax.OptState) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the first and second moments of each tensor of Adam."""
-
-    def is_adam(part: Any) -> bool:
-        return hasattr(part, "mu") and hasattr(part, "nu")
-
-    parts = [part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part)]
-    return [pair for p in parts for pair in zip(jax.tree.leaves(p.mu), jax.tree.leaves(p.nu), strict=True)]
 
 
 def _ramp(moments: optax.OptState, steps: int) -> jax.Array:

@@ -138,18 +138,6 @@ class Placement:
         placed: jax.Array = put(np.int32(value), self._everywhere)
         return placed
 
-    def whole(self, leaf: jax.Array) -> jax.Array:
-        """Return an array that each device has whole."""
-        if leaf.is_fully_replicated:
-            return leaf
-        gathered: jax.Array = self._gather(leaf)
-        return gathered
-
-    @cached_property
-    def _gather(self) -> Callable[[jax.Array], jax.Array]:
-        """One function, so that arrays of the same shape and place share a program."""
-        return jax.jit(lambda x: x, out_shardings=self._everywhere)
-
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def place_batches(self, batches_n: Any) -> Any:

@@ -63,10 +63,10 @@ class PreparedIsland:
 
     def share(self, leader: HostLeader) -> None:
         """Let the other hosts of this island compute everything, too, as soon as they are prepared. This one leads."""
-        from archipelago.islands.team.computing import LeadingComputation
+        from archipelago.islands.team.computing import TeamComputation
 
         leader.await_prepared()
-        self._computes = partial(LeadingComputation, leader.team)
+        self._computes = partial(TeamComputation, leader.team)
 
     def sample(self) -> Any:
         """Return a batch to learn its tree from."""

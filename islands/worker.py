@@ -55,7 +55,7 @@ class Island(Participant):
         computation.begin([arrival.params_N for arrival in arrivals])
         super().__init__(
             name, manifest, link, computation.replica, computation, arrivals, jax_host(clock, computation.placement),
-            OptimizerAccess(computation.copies, computation.decode, computation.use), clock, incarnation,
+            OptimizerAccess(computation.state.copies, computation.state.decode, computation.use), clock, incarnation,
             ranges=batches, on_marker=on_marker and partial(on_marker, self), diverged_max=DIVERGED_MAX,
         )  # fmt: skip
         self.computation, self.batches = computation, batches
@@ -67,6 +67,7 @@ class Island(Participant):
         """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later."""
         self.beat("joining")
         self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
+        self.computation.replica.warm_up(self.computation.named())
 
     def make_steps(self) -> tuple[int, int, Any]:
         """Dispatch `scan_steps` inner steps, on which the device works during the next boundary.

@@ -73,11 +73,9 @@ def create(
     parameters = ModuleParameters(model, buffers, trained, names)
     named, tensors = parameters.named(), parameters.manifest_tensors(kinds_by(kinds))
     if (mesh := mesh_of(unwrapped(model)[0])) is not None:
-        from archipelago.islands.pytorch.parallel import create_together
+        from archipelago.islands.pytorch.parallel import create_split
 
-        return create_together(
-            mesh, parameters, partial(create_run, url, name, config, shards, tensors), f"create {name}"
-        )
+        return create_split(mesh, parameters, partial(create_run, url, name, config, shards, tensors), f"create {name}")
 
     def first(tensor: str) -> Any:
         return named[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()

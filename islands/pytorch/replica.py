@@ -6,7 +6,7 @@ progress: the reference moves by it, or each round would pull the run's paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from archipelago.islands.pytorch.codecs import CODECS, TorchCodec
 from archipelago.islands.pytorch.codecs import Parts as TorchParts
 from archipelago.islands.pytorch.host import CopyStream, HostCopy, LateCopy, of_host
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.pieces import Courier, own_piece
+from archipelago.islands.pytorch.pieces import own_piece
 from archipelago.islands.sync.adoption import RULES
+from archipelago.islands.team.protocol import Work
 
 #: The tensors of one fragment with their offsets in its vector.
 Rows = tuple[tuple[Tensor, int], ...]
@@ -101,24 +102,12 @@ def _write(rows: Rows, params: Tensors, vector_N: Any) -> None:
         own_piece(params[tensor.name]).copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))
 
 
-#: Called in the leader before all processes adopt (True) or measure (False) a fragment.
-Tell = Callable[[bool, int], None]
-
-
 class SharedReplica(TorchReplica):
     """The replica of a model that all processes hold. The leader measures and adopts; the others take its tensors."""
 
-    def __init__(self, manifest: Manifest, parameters: ModuleParameters, team: Any, tell: Tell) -> None:
-        """Begin without references.
-
-        Args:
-            manifest: The run.
-            parameters: The parameters of the model in this process.
-            team: The processes.
-            tell: Tells the others what to do; the leader's.
-        """
+    def __init__(self, manifest: Manifest, parameters: ModuleParameters, team: Any) -> None:
         super().__init__(manifest, parameters.device)
-        self._tensors, self._team, self._tell = parameters.tensors, team, tell
+        self._tensors, self._team = parameters.tensors, team
 
     def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
         """Set the parameters of all processes to the leader's vectors."""
@@ -128,7 +117,7 @@ class SharedReplica(TorchReplica):
 
     def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
         """Adopt a fragment's snapshot, which only the leader gives."""
-        self._tell(True, fragment)
+        self._team.tell(Work.ADOPT, fragment)
         if self._team.leads:
             super().adopt(fragment, params, new_N)
         self._team.share([self._tensors[tensor.name] for tensor, _ in self.layout[fragment]])
@@ -138,17 +127,9 @@ class SharedReplica(TorchReplica):
 class SplitReplica(TorchReplica):
     """The pieces of all references in this process. The leader alone has whole fragments, one at a time."""
 
-    def __init__(self, manifest: Manifest, parameters: ModuleParameters, courier: Courier, tell: Tell) -> None:
-        """Begin without references.
-
-        Args:
-            manifest: The run.
-            parameters: The parameters of the model in this process.
-            courier: Carries tensors between the processes.
-            tell: Tells the others what to do; the leader's.
-        """
+    def __init__(self, manifest: Manifest, parameters: ModuleParameters, team: Any) -> None:
         super().__init__(manifest, parameters.device)
-        self._whole, self._courier, self._tell = manifest.layout, courier, tell
+        self._whole, self._team, self._courier = manifest.layout, team, team.courier
         self._pieces_by_name = parameters.pieces
         self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
         self._own_sizes = [sum(tensor.size for tensor, _ in rows) for rows in self.layout]
@@ -159,12 +140,12 @@ class SplitReplica(TorchReplica):
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts, in the leader. The references move everywhere."""
-        self._tell(False, fragment)
+        self._team.tell(Work.MEASURE, fragment)
         return super().measure(fragment, params, codec)
 
     def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
         """Adopt a fragment's snapshot, which only the leader gives."""
-        self._tell(True, fragment)
+        self._team.tell(Work.ADOPT, fragment)
         return super().adopt(fragment, params, new_N)
 
     def _placed(self, fragment: int, vector_N: Any) -> Any:

@@ -15,15 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.pieces import joined_like, own_piece
 from archipelago.islands.sync import recovery
 
-#: The names under which the optimisers of PyTorch keep what is never negative.
-NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
 #: Narrower floating-point numbers travel as float32, which holds each of them.
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
@@ -178,19 +175,11 @@ class OptimizerState:
         """Raise WireError for values that no steps of the optimiser can produce."""
         by_place = {(id(e.parameter), e.key): value for e, value in zip(self.entries, values, strict=True)}
         for entry, value in zip(self.entries, values, strict=True):
-            if entry.key in NOT_NEGATIVE and bool((value < 0).any()):
-                raise WireError(f"a negative {entry.key!r} in the peer's optimiser state", code="handover.unsound")
-            if entry.key == "step" and bool((value > STEPS_MAX).any()):
-                raise WireError("more steps in the peer's optimiser state than in a run", code="handover.unsound")
-            second = by_place.get((id(entry.parameter), "exp_avg_sq"))
-            if entry.key == "exp_avg" and second is not None and entry.tensor.dtype == torch.float32:
-                largest = (
-                    recovery.MOMENTS_SLACK * recovery.adam_ratio(*entry.group["betas"]) * np.sqrt(np.abs(second))
-                    + recovery.TINY
-                )
-                if value.shape == second.shape and bool((np.abs(value) > largest).any()):
-                    raise WireError("moments in the peer's optimiser state that no steps can produce",
-                                    code="handover.unsound")  # fmt: skip
+            bounds, second = recovery.MomentBounds(), by_place.get((id(entry.parameter), "exp_avg_sq"))
+            if second is not None and second.shape == value.shape and entry.tensor.dtype == torch.float32:
+                ratio = recovery.adam_ratio(*entry.group.get("betas", (1.0, 1.0)))
+                bounds = recovery.MomentBounds(ratio=recovery.MOMENTS_SLACK * ratio)
+            recovery.require_sound(entry.key, value, bounds, second)
 
     def use(self, values: Sequence[Any]) -> None:
         """Replace the state of the optimisers by values of a peer."""

@@ -5,7 +5,6 @@ Messages and the optimisers' state go over the hosts' memory, and parameters ove
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.islands.pytorch.module import ModuleParameters, chunks
 from archipelago.islands.pytorch.pieces import Courier, TensorPieces, own_piece
@@ -33,21 +31,20 @@ class ProcessTeam(Team):
     """The processes of one island.
 
     Attributes:
-        leads: Whether this process is the leader.
         mesh: The mesh that the model is split over; None if all processes hold all of it.
         ranks: The ranks of the processes. The first one leads.
         on_host: Carries tensors of the host.
         courier: Carries pieces of tensors of the model's device.
     """
 
-    def __init__(self, mesh: Any, group: Any, device: Any, purpose: str) -> None:
+    def __init__(self, mesh: Any, group: Any, device: Any, call: str) -> None:
         """Make the groups. All processes of the island do this at the same time.
 
         Args:
             mesh: The mesh.
             group: The process group of DistributedDataParallel, without a mesh.
             device: The device of the model in this process.
-            purpose: The call that all processes make, in words.
+            call: The call that all processes make, in words.
 
         Raises:
             ConfigError: The processes make different calls (`loop.not-together`).
@@ -55,22 +52,12 @@ class ProcessTeam(Team):
         self.mesh, self._group, self.ranks = mesh, group, ranks_of(mesh, group)
         self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self.on_host = self.courier = Courier(self._messages, self.ranks)
-        self.leads = self.on_host.leads
-        self._require_together(purpose)
+        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self.leaves_together = mesh is not None
+        self.require_together(call)
         if mesh is not None and device.type != "cpu":
             group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(self.ranks, use_local_synchronization=True)
             self.courier = Courier(group, self.ranks)
-
-    def _require_together(self, purpose: str) -> None:
-        number = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:6])
-        bounds = torch.tensor([number, -number])
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._messages)
-        if bounds.tolist() != [number, -number]:
-            raise ConfigError(
-                f"this process calls `{purpose}`, and another process of this island calls something else",
-                "Call `join`, and with FSDP2 `create` too, in every process, in the same order.",
-                code="loop.not-together",
-            )
 
     def _add(self, numbers: Sequence[int]) -> Any:
         message = torch.tensor([int(value) for value in numbers])

@@ -184,11 +184,18 @@ def _same_bytes(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     )
 
 
+def own_pieces(leaf: Any) -> list[Any]:
+    """Return what the devices of this process hold of an array, each piece once."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return [leaf]
+    return list({str(shard.index): shard.data for shard in leaf.addressable_shards}.values())
+
+
 # -- optimiser state of a peer ----------------------------------------------------------------------------------------
 
 
 def put_like(own: Any, values: np.ndarray[Any, Any]) -> Any:
     """Return a copy of values where the island's own are, as the same kind. Each device gets its own shards only."""
     if isinstance(own, jax.Array):
-        return jax.device_put(values.copy(), own.sharding if own.committed else None, may_alias=False)
+        return own_copy(values.copy(), own.sharding if own.committed else None)
     return values.copy() if isinstance(own, np.ndarray) else values[()]

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.broker.presence import Presence
@@ -49,6 +50,12 @@ ANSWERS_MAX = 8
 MOMENTS_SLACK = 2.0
 #: A first moment below this moves no parameter, although the square of such a gradient is 0 in float32.
 TINY = 1e-12
+#: The names that optax and PyTorch give to counts of steps, to first moments, to second moments, and to the other
+#: arrays of an optimiser that are never negative.
+COUNTS = frozenset({"count", "step"})
+FIRST_MOMENTS = frozenset({"mu", "exp_avg"})
+SECOND_MOMENTS = frozenset({"nu", "exp_avg_sq"})
+NOT_NEGATIVE = COUNTS | SECOND_MOMENTS | {"max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"}
 
 #: Inner optimiser state in whatever form the loop keeps it, such as a tree of arrays.
 State = Any
@@ -144,6 +151,49 @@ def decode(handover: Handover, payload: bytes, like: Sequence[Any], layout: NDAr
     if out[0].tobytes() != layout.tobytes():
         raise WireError("the peer's optimiser state is of another optimiser or model", code="handover.shape")
     return out[1:]
+
+
+class MomentBounds(NamedTuple):
+    """The largest moments that the steps of an optimiser can produce.
+
+    Without them, a peer could hand over moments that are finite and still throw an island's parameters far away.
+
+    Attributes:
+        first: The magnitude of a first moment.
+        second: A second moment.
+        ratio: The magnitude of one of Adam's first moments, as a multiple of the root of its second moment.
+    """
+
+    first: float = math.inf
+    second: float = math.inf
+    ratio: float = math.inf
+
+
+NO_BOUNDS = MomentBounds()
+
+
+def require_sound(name: str, values: NDArray[Any], bounds: MomentBounds, second: NDArray[Any] | None = None) -> None:
+    """Raise WireError for an array of a peer's optimiser state that no sequence of steps can produce.
+
+    Args:
+        name: The name that the optimiser gives to it.
+        values: The array.
+        bounds: The bounds on moments.
+        second: The second moments, if these are first moments of Adam.
+    """
+    if name in NOT_NEGATIVE and (values < 0).any():
+        raise WireError(f"a negative {name!r} in the peer's optimiser state", code="handover.unsound")
+    most: Any = math.inf
+    if name in COUNTS:
+        most = STEPS_MAX
+    elif name in FIRST_MOMENTS:
+        most = bounds.first
+        if second is not None and math.isfinite(bounds.ratio):
+            most = np.minimum(most, bounds.ratio * np.sqrt(np.abs(second)) + TINY)
+    elif name in SECOND_MOMENTS:
+        most = bounds.second
+    if (np.abs(values) > most).any():
+        raise WireError(f"a {name!r} in the peer's optimiser state that no steps can produce", code="handover.unsound")
 
 
 def adam_ratio(beta1: float, beta2: float) -> float:

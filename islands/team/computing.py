@@ -1,121 +1,130 @@
-"""The computation of an island over several hosts: the leader says what it does next, and the others do the same.
+"""What the processes of one island in JAX compute together: our worker's, and those of a script.
 
-All processes run the same programs in the same order, on their own part of each array. What a computation needs from
-the run, such as batches and snapshots, follows the leader's messages.
+All of them run the same programs in the same order, each on its own part of the arrays. Each method here is called in
+all processes. The leader's calls tell the others, who make the same ones without values, which the leader shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from archipelago.broker.codecs import CODECS, Parts, Vector
-from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
-from archipelago.islands.sync.arrays import Tensors, put
+from archipelago.islands.sync.adoption import Parameters
+from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.team.jax_team import JaxTeam
+from archipelago.islands.team.jax_team import JaxTeam, whole
 from archipelago.islands.team.protocol import Said, Work
+from archipelago.islands.user_loop.parameters import LoopState, State
 
 
-class SharedComputation(Computation):
-    """A computation over several hosts. Each method is called in all processes, in the same order."""
-
-    def optimizer_leaves(self) -> list[Any]:
-        """Return copies of the inner optimiser's arrays in the host's memory, gathered one at a time."""
-        return jax.tree.leaves(self._on_host(self.inner.optimizer))
-
-    def optimizer_like(self) -> Any:
-        """Return the inner optimiser's state in the host's memory. What is spread over hosts is zeros."""
-        return jax.tree.map(
-            lambda x: np.asarray(x) if x.is_fully_replicated else np.zeros(x.shape, x.dtype), self.inner.optimizer
-        )
-
-    def use_optimizer(self, leaves: Sequence[Any]) -> None:
-        """Replace the inner optimiser's arrays by values of the host's memory."""
-        super().use_optimizer(_placed(leaves, self.inner.optimizer))
-
-    def _on_host(self, tree: Any) -> Any:
-        assert self.placement is not None  # noqa: S101 - several hosts have several devices
-        return jax.tree.map(lambda leaf: np.array(self.placement.whole(leaf)), tree)  # type: ignore[union-attr]
-
-
-def _placed(values: Sequence[Any], like: Any) -> list[Any]:
-    """Return values of the host's memory where arrays are."""
-    return [put(np.asarray(value), own.sharding) for value, own in zip(values, jax.tree.leaves(like), strict=True)]
-
-
-class LeadingReplica(Replica):
-    """The replica in the leader's process. It measures and adopts in all processes."""
+class TeamReplica(Replica):
+    """The replica in each process. Only the leader has vectors, and only it uses what it measures."""
 
     def __init__(self, team: JaxTeam, *about: Any, **more: Any) -> None:
         super().__init__(*about, **more)
         self._team = team
 
+    def begin(self, vectors: Sequence[Vector] = ()) -> Tensors:
+        """Start from one vector of each fragment."""
+        self._team.tell(Work.BEGIN)
+        fragments = range(len(self.sizes))
+        return super().begin([self._shared(p, vectors[p] if vectors else None) for p in fragments])
+
+    def warm_up(self, tensors: Mapping[str, Any]) -> None:
+        """Compile both directions of every fragment."""
+        self._team.tell(Work.WARM_UP)
+        super().warm_up(tensors)
+
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
-        """Measure a fragment in all processes. The leader has the encoded bytes."""
-        self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec))
+        """Measure a fragment."""
+        self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec or self.codec))
         return super().measure(fragment, tensors, codec)
 
     def prepare(self, fragment: int, new_N: Vector) -> Vector:
         """Leave a snapshot in the memory of the host, from which all processes get it."""
         return new_N
 
-    def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector) -> Tensors:
-        """Adopt a fragment's snapshot in all processes."""
+    def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector | None = None) -> Tensors:
+        """Adopt a fragment's snapshot."""
         self._team.tell(Work.ADOPT, fragment)
-        self._team.share([new_N])
-        return super().adopt(fragment, tensors, new_N)
+        return super().adopt(fragment, tensors, self._shared(fragment, new_N))
+
+    def _shared(self, fragment: int, vector_N: Vector | None) -> Vector:
+        own_N = np.zeros(self.sizes[fragment], np.float32) if vector_N is None else vector_N
+        return self._team.share([own_N])[0]
 
 
-class LeadingComputation(SharedComputation):
-    """The computation in the leader's process."""
+class TeamState(LoopState):
+    """The optimiser's state in each process. Only the leader gives it to peers, and takes theirs."""
+
+    def __init__(self, team: JaxTeam, *about: Any) -> None:
+        super().__init__(*about)
+        self._team = team
+
+    def _copied(self, leaves: Iterable[Any]) -> list[Any]:
+        """Return copies in the memory of the host, gathered one at a time."""
+        self._team.tell(Work.GIVE_STATE)
+        return [whole(leaf) for leaf in leaves]
+
+    def taken(self, values: Iterable[Any] = ()) -> State:
+        """Return the state with the arrays of a peer, which the leader shares one at a time."""
+        self._team.tell(Work.TAKE_STATE)
+        given = values or (np.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling().values())
+        return super().taken(self._team.share([np.asarray(each)])[0] for each in given)
+
+
+def do_together(said: Said, replica: TeamReplica, parameters: Parameters, state: LoopState | None) -> None:
+    """Do what the leader says with the parameters and the optimiser's state of this process."""
+    match said.work:
+        case Work.WARM_UP:
+            replica.warm_up(parameters.named())
+        case Work.MEASURE:
+            replica.measure(said.about, parameters.named(), list(CODECS)[said.codec])
+        case Work.ADOPT:
+            parameters.replace(replica.adopt(said.about, parameters.named()))
+        case Work.GIVE_STATE if state is not None:
+            state.copies()
+
+
+# -- our worker --------------------------------------------------------------------------------------------------------
+
+
+class TeamComputation(Computation):
+    """The computation of our worker in each process. Only the leader has batches."""
+
+    replica: TeamReplica
 
     def __init__(self, team: JaxTeam, *about: Any, **more: Any) -> None:
         self._team = team
         super().__init__(*about, **more)
 
-    def _new_replica(self, manifest: Manifest) -> Replica:
-        return LeadingReplica(self._team, manifest, self._templates, donates=True)
+    def _new_replica(self, *about: Any, **more: Any) -> Replica:
+        return TeamReplica(self._team, *about, **more)
 
-    def begin(self, vectors: Sequence[Vector]) -> None:
-        """Start from one vector of each fragment, in all processes."""
-        self._team.tell(Work.BEGIN)
-        for vector_N in vectors:
-            self._team.share([vector_N])
-        super().begin(vectors)
+    def _new_state(self, *about: Any) -> LoopState:
+        return TeamState(self._team, *about)
 
     def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
-        """Dispatch inner steps in all processes."""
-        self._tell_batches(Work.STEP, batches_n, step=schedule_step, steps=length)
+        """Dispatch inner steps."""
+        batches_n = self._shared(Work.STEP, batches_n, step=schedule_step, steps=length)
         return super().step(batches_n, schedule_step, length)
 
     def try_steps(self, batches_n: Any, length: int) -> None:
-        """Compile in all processes."""
-        self._tell_batches(Work.TRY, batches_n, steps=length)
-        super().try_steps(batches_n, length)
+        """Compile the inner steps."""
+        super().try_steps(self._shared(Work.TRY, batches_n, steps=length), length)
 
-    def _tell_batches(self, work: Work, batches_n: Any, **numbers: int) -> None:
-        leaves = jax.tree.leaves(batches_n)
+    def _shared(self, work: Work, batches_n: Any, **numbers: int) -> Any:
+        leaves, structure = jax.tree.flatten(batches_n)
         self._team.tell(work, len(leaves[0]), **numbers)
-        self._team.share(leaves)
-
-    def optimizer_leaves(self) -> list[Any]:
-        """Return copies of the inner optimiser's arrays, which all processes gather."""
-        self._team.tell(Work.GIVE_STATE)
-        return super().optimizer_leaves()
-
-    def use_optimizer(self, leaves: Sequence[Any]) -> None:
-        """Replace the inner optimiser's arrays in all processes."""
-        self._team.tell(Work.TAKE_STATE)
-        held = [self._team.share([np.asarray(leaf)])[0] for leaf in leaves]
-        super().use_optimizer(held)
+        return jax.tree.unflatten(structure, self._team.share(leaves))
 
 
-def follow(team: JaxTeam, computation: SharedComputation, sample: Any, stopped: Callable[[], bool]) -> Said:
+def follow(team: JaxTeam, computation: TeamComputation, sample: Any, stopped: Callable[[], bool]) -> Said:
     """Do what the leader says until the island ends, and return its last message.
 
     Args:
@@ -124,33 +133,21 @@ def follow(team: JaxTeam, computation: SharedComputation, sample: Any, stopped: 
         sample: A batch like those of the leader.
         stopped: Whether a signal has arrived in this process.
     """
-    sizes = computation.replica.sizes
 
-    def batches(steps: int) -> Any:
-        leaves, structure = jax.tree.flatten(sample)
-        shared = team.share([np.zeros((steps, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
-        return jax.tree.unflatten(structure, shared)
-
-    def vector(fragment: int) -> Vector:
-        return team.share([np.zeros(sizes[fragment], np.float32)])[0]
+    def like_batches(steps: int) -> Any:
+        return jax.tree.map(lambda leaf: np.zeros((steps, *leaf.shape[1:]), leaf.dtype), sample)
 
     def do(said: Said) -> None:
         match said.work:
             case Work.BEGIN:
-                computation.begin([vector(fragment) for fragment in range(len(sizes))])
+                computation.begin(())
             case Work.TRY:
-                computation.try_steps(batches(said.about), said.steps)
+                computation.try_steps(like_batches(said.about), said.steps)
             case Work.STEP:
-                computation.step(batches(said.about), said.step, said.steps)
-            case Work.MEASURE:
-                computation.replica.measure(said.about, computation.named(), list(CODECS)[said.codec])
-            case Work.ADOPT:
-                fragment = said.about
-                computation.replace(computation.replica.adopt(fragment, computation.named(), vector(fragment)))
-            case Work.GIVE_STATE:
-                computation.optimizer_leaves()
+                computation.step(like_batches(said.about), said.step, said.steps)
             case Work.TAKE_STATE:
-                leaves = jax.tree.leaves(computation.inner.optimizer)
-                computation.use_optimizer([team.share([np.zeros(leaf.shape, leaf.dtype)])[0] for leaf in leaves])
+                computation.use(())
+            case _:
+                do_together(said, computation.replica, computation, computation.state)
 
     return team.hear(do, stopped)

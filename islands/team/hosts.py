@@ -129,7 +129,7 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
     come(here, alike(options, here.hosts), key_of(options.url), options.patience(stopped).seconds, stopped)
     keep_compiled()
     from archipelago.islands.prepared import prepared_for
-    from archipelago.islands.team.computing import SharedComputation, follow
+    from archipelago.islands.team.computing import TeamComputation, follow
     from archipelago.islands.team.jax_team import connect
 
     end_of_imports()
@@ -138,7 +138,7 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
     try:
         prepared = prepared_for(options, manifest, own_task(options, manifest))
         work, sample = prepared.workload, prepared.sample()
-        computation = SharedComputation(manifest, work.steps, work.begin, prepared.placement)
+        computation = TeamComputation(team, manifest, work.steps, work.begin, prepared.placement)
     except ArchipelagoError as error:
         team.agree(supervised_status(error))
         raise

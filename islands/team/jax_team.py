@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
@@ -72,8 +73,8 @@ class JaxTeam(Team):
         firsts = [next(device for device in devices if device.process_index == p) for p in range(jax.process_count())]
         mesh = Mesh(np.array(firsts), ("process",))
         whole = NamedSharding(mesh, spec())
-        self.leads = jax.process_index() == 0
-        self._own, self._rows = firsts[jax.process_index()], NamedSharding(mesh, spec("process"))
+        self.rank, self.size = jax.process_index(), jax.process_count()
+        self._own, self._rows = firsts[self.rank], NamedSharding(mesh, spec("process"))
         self._sum = jax.jit(lambda rows: rows.sum(axis=0, dtype=rows.dtype), out_shardings=whole)
 
     def _add(self, numbers: Sequence[int]) -> Any:
@@ -81,7 +82,7 @@ class JaxTeam(Team):
 
     def _sums(self, own_N: NDArray[Any]) -> jax.Array:
         """Begin to add a vector of each process, on one device of each."""
-        shape = (jax.process_count(), *own_N.shape)
+        shape = (self.size, *own_N.shape)
         row = jax.device_put(own_N[None], self._own)
         sums: jax.Array = self._sum(jax.make_array_from_single_device_arrays(shape, self._rows, [row]))
         return sums
@@ -104,3 +105,10 @@ class JaxTeam(Team):
         shared = self.share_bytes(np.concatenate(held))
         parts = np.split(shared, np.cumsum([part.size for part in held])[:-1])
         return [part.view(array.dtype).reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def whole(leaf: Any) -> NDArray[Any]:
+    """Return a copy of an array in the memory of this host. All processes gather one that is spread over them."""
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        leaf = process_allgather(leaf, tiled=True)
+    return np.array(leaf)

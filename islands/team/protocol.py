@@ -7,6 +7,7 @@ to which the others add whether they have to stop. Losing a process means losing
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,13 +27,14 @@ class Work(IntEnum):
 
     RUN = 1  #: take the manifest
     BEGIN = 2  #: begin from the parameters of all fragments
-    TRY = 3  #: compile
+    TRY = 3  #: compile inner steps
     STEP = 4  #: make inner steps
     MEASURE = 5  #: measure a fragment
     ADOPT = 6  #: adopt a fragment
     GIVE_STATE = 7  #: gather the optimiser's state in the leader
     TAKE_STATE = 8  #: replace the optimiser's state by the leader's
     GIVE_TENSOR = 9  #: gather a tensor in the leader
+    WARM_UP = 10  #: compile what syncs run
 
 
 class Said(NamedTuple):
@@ -44,7 +46,6 @@ class Said(NamedTuple):
         stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
         step: The run's clock.
         steps: The run's length.
-        has_state: Whether the optimisers' state follows.
         work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
         about: What the work is about: the number of a fragment, a tensor or of steps, or the size of a manifest.
         codec: The place of a codec in the table of all.
@@ -55,7 +56,6 @@ class Said(NamedTuple):
     stopping: int = 0
     step: int = 0
     steps: int = 0
-    has_state: int = 0
     work: int = 0
     about: int = 0
     codec: int = 0
@@ -65,10 +65,14 @@ class Team(ABC):
     """The processes of one island. A framework carries the numbers and the bytes.
 
     Attributes:
-        leads: Whether this process is the leader.
+        rank: The number of this process. The first one leads.
+        size: How many processes there are.
+        leaves_together: Whether all processes measure the newest progress when the island leaves.
     """
 
-    leads: bool
+    rank: int
+    size: int
+    leaves_together = True
     _told: Any = None
 
     # -- what a framework adds ----------------------------------------------------------------------------------------
@@ -87,14 +91,31 @@ class Team(ABC):
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader."""
+        return self.rank == 0
+
+    def require_together(self, call: str) -> None:
+        """Raise ConfigError (`loop.not-together`) unless all processes make this call."""
+        number = int.from_bytes(hashlib.sha256(call.encode()).digest()[:3])
+        numbers = self._read(self._add([number if rank == self.rank else 0 for rank in range(self.size)]))
+        if set(numbers) != {number}:
+            raise ConfigError(
+                f"this process calls `{call}`, and another process of this island calls something else",
+                "Call `create` and `join` in every process, in the same order.",
+                code="loop.not-together",
+            )
+
     def exchange(self, said: Said) -> Said:
         """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
         heard = Said(*self._read(self._add(said)))
         return heard._replace(finished=heard.finished or heard.stopping)
 
     def tell(self, work: Work, about: int = 0, **numbers: int) -> None:
-        """Say what all processes do now. This waits for none of them, if the framework does not."""
-        self._told = self._add(Said(work=work, about=about, **numbers))
+        """Say what all processes do now, if this one leads. This waits for none of them, if the framework does not."""
+        if self.leads:
+            self._told = self._add(Said(work=work, about=about, **numbers))
 
     @property
     def is_stopping(self) -> bool:

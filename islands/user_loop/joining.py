@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from archipelago.broker.codecs import Vector
@@ -73,10 +75,26 @@ def create(
     leaves = layout.leaves_of(params)
     for leaf, values in leaves.items():
         require_values(leaf, values)
-    return create_run(
-        url, name, config, shards, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([leaves[leaf]]),
-        layout.frozen_values,
-    )  # fmt: skip
+    made = partial(create_run, url, name, config, shards, layout.tensors(kinds_by(kinds)))
+    return made(lambda leaf: host_vector([leaves[leaf]]), layout.frozen_values)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a script gives to `join`, whose docstring describes it. All processes of one island give the same."""
+
+    url: str | None
+    run: str
+    params: Any
+    state: Any = None
+    trained: Any = None
+    island: str | None = None
+    wait_seconds: float = 30.0
+
+    def newest_state(self) -> Callable[[], Any] | None:
+        """Return the function that returns the newest state of the optimiser, if the script gives it."""
+        state = self.state
+        return state if state is None or callable(state) else lambda: state
 
 
 class JoinedRun(Session):
@@ -90,23 +108,12 @@ class JoinedRun(Session):
     _parameters: TreeParameters
     _state: LoopState | None
 
-    def __init__(
-        self,
-        url: str | None,
-        run: str,
-        params: Any,
-        state: Any,
-        trained: Any,
-        island: str | None,
-        wait_seconds: float,
-    ) -> None:
-        super().__init__(url, run, island, wait_seconds)
-        self._chooses = trained is not None
-        self._parameters = TreeParameters(TreeLayout.of(params, trained))
-        self._parameters.tree = params
-        newest: Callable[[], Any] = state if callable(state) else lambda: state
-        self._gives_state = callable(state)
-        self._state = None if state is None else LoopState(newest)
+    def __init__(self, given: Joining) -> None:
+        super().__init__(given.url, given.run, given.island, given.wait_seconds)
+        self._parameters = TreeParameters(given.params, given.trained)
+        self._gives_state = callable(given.state)
+        self._newest_state, self._state = given.newest_state(), None
+        self._given: Any = None
         self._replica: Replica | None = None
         self.state: Any = None
 
@@ -132,35 +139,43 @@ class JoinedRun(Session):
             ConfigError: The parameters are not those of the run, or this is the wrong place for the call.
             DivergedError: A parameter or the loss is not finite.
         """
+        self._given = params
+        self._turn(steps, tokens, loss)
+        return self._parameters.tree
+
+    def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
         self._require_joined()
         before = self._parameters.tree
-        self._parameters.offer(params)
+        self._parameters.offer(self._given)
         try:
-            self._turn(steps, tokens, loss)
+            super()._turn(steps, tokens, loss)
         except ConfigError:
             self._parameters.offer(before)  # the island can still leave with what it has
             raise
-        return self._parameters.tree
+        finally:
+            self._given = None
 
     # -- what JAX adds to a session -----------------------------------------------------------------------------------
 
-    def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
-        trained = {tensor.name for tensor in manifest.tensors}
-        if manifest.frozen and not self._chooses and trained & self._layout.templates.keys():
-            self._parameters.layout = TreeLayout.of(self._parameters.tree, trained.__contains__)
-        return self._layout.tensors(lambda name: "rest")
+    def _new_state(self, newest: Callable[[], Any]) -> LoopState:
+        return LoopState(newest)
 
-    @property
-    def _layout(self) -> TreeLayout:
-        return self._parameters.layout
+    def _new_replica(self, manifest: Manifest) -> Replica:
+        return Replica(manifest, self._parameters.layout.templates)
+
+    def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
+        self._parameters.choose(manifest)
+        return self._parameters.layout.tensors(lambda name: "rest")
 
     def _frozen(self) -> Sequence[FrozenValues]:
-        return self._layout.frozen_values()
+        return self._parameters.layout.frozen_values()
 
     def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> Replica:
-        self._replica = Replica(manifest, self._layout.templates)
+        self._replica = self._new_replica(manifest)
         self._parameters.start(self._replica.begin(list(vectors)))
-        self.state = None if self._state is None else self._state.now()
+        if self._newest_state is not None:
+            self._state = self._new_state(self._newest_state)
+            self.state = self._state.newest()
         return self._replica
 
     def _host(self, clock: Callable[[], float]) -> Host:
@@ -171,7 +186,8 @@ class JoinedRun(Session):
             self._replica.warm_up(self._parameters.named())
 
     def _use_state(self, state: Any) -> None:
-        self.state = state
+        if self._state is not None:
+            self.state = self._state.taken(state)
 
 
 def join(
@@ -210,4 +226,5 @@ def join(
     Raises:
         ConfigError: The tree has no floating-point leaf, or a leaf without a name, or `trained` does not fit it.
     """
-    return JoinedRun(url, name, params, state, trained, island, wait_seconds)
+    given = Joining(url, name, params, state, trained, island, wait_seconds)
+    return JoinedRun(given)

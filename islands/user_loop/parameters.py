@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Handover
 from archipelago.islands.sync import recovery
-from archipelago.islands.sync.arrays import device_copy, put_like
+from archipelago.islands.sync.arrays import device_copy, own_pieces, put_like
+from archipelago.islands.sync.recovery import NO_BOUNDS, MomentBounds
 from archipelago.islands.user_loop.tree import FrozenLeaves, TreeLayout, name_of, require_values
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,21 @@ class TreeParameters:
         tree: The tree.
     """
 
-    def __init__(self, layout: TreeLayout) -> None:
-        self.layout = layout
-        self.tree: Any = None
+    def __init__(self, tree: Any, trained: Any = None) -> None:
+        """Begin with a tree. `trained` is what the script gives to `join`."""
+        self.layout = layout = TreeLayout.of(tree, trained)
+        self.tree = tree
+        self._chooses = trained is not None
         self._structure = layout.structure
         self._leaves: list[Any] | None = None
         self._named: dict[str, Any] | None = None
         self._frozen: FrozenLeaves | None = None
+
+    def choose(self, manifest: Manifest) -> None:
+        """Train the leaves that the run trains, unless the script has chosen others."""
+        trained = {tensor.name for tensor in manifest.tensors}
+        if manifest.frozen and not self._chooses and trained & self.layout.templates.keys():
+            self.layout = TreeLayout.of(self.tree, trained.__contains__)
 
     def offer(self, tree: Any) -> None:
         """Take the tree that the loop gives. It is checked when a fragment is sent or adopted."""
@@ -85,7 +94,7 @@ class TreeParameters:
 
     def not_finite(self) -> list[str]:
         """Return the names of the leaves with NaN or infinity."""
-        return [name for name, leaf in self.named().items() if not bool(is_finite(leaf))]
+        return not_finite(self.named())
 
     def _opened(self) -> dict[str, Any]:
         leaves, structure = jax.tree.flatten(self.tree)
@@ -124,8 +133,13 @@ class TreeParameters:
         )
 
 
+def not_finite(named: Mapping[str, Any]) -> list[str]:
+    """Return the names of the arrays with NaN or infinity in what this process has of them."""
+    return [name for name, leaf in named.items() if not all(bool(_is_finite(piece)) for piece in own_pieces(leaf))]
+
+
 @jax.jit
-def is_finite(leaf: Any) -> jax.Array:
+def _is_finite(leaf: Any) -> jax.Array:
     """Return whether no element is NaN or infinity. As one program, this takes no memory of the leaf's size."""
     return jnp.isfinite(leaf).all()
 
@@ -142,8 +156,12 @@ def _require_like(name: str, leaf: Any, template: Any) -> None:
     require_values(name, leaf)
 
 
-#: The newest state of a loop, or a function that returns it.
+#: The state of an inner optimiser: any tree.
 State = Any
+#: The place of a leaf in a tree.
+KeyPath = tuple[Any, ...]
+#: The part of optax's states that holds second moments.
+SECOND_MOMENT = jax.tree_util.GetAttrKey("nu")
 #: The bytes of the widest number that travels. Longer ones are different on each kind of processor.
 WIDTH_MAX = 8
 
@@ -153,12 +171,18 @@ class LoopState:
 
     can_travel = True
 
-    def __init__(self, newest: Callable[[], State]) -> None:
-        self._newest = newest
+    def __init__(self, newest: Callable[[], State], bounds: MomentBounds = NO_BOUNDS) -> None:
+        """Note the state.
 
-    def now(self) -> State:
-        """Return the state of the loop."""
-        return self._newest()
+        Args:
+            newest: Returns the newest state of the loop.
+            bounds: The largest moments that its optimiser can produce.
+        """
+        self.newest, self._bounds = newest, bounds
+
+    def travelling(self) -> dict[KeyPath, Any]:
+        """Return the arrays that peers can use, by their places in order."""
+        return {path: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(self.newest())[0] if _travels(leaf)}
 
     def copies(self) -> list[Any] | None:
         """Return the digest of the layout and copies of the arrays that no later step can donate.
@@ -166,7 +190,10 @@ class LoopState:
         None if a step has taken them already, or the script's function fails: training goes on without a handover.
         """
         try:
-            return state_copies(self._newest())
+            travelling = self.travelling()
+            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in travelling.values()):
+                return None
+            return [_layout_digest(travelling), *self._copied(travelling.values())]
         except Exception as error:  # noqa: BLE001 - the function is the user's, and no peer needs the state to train
             log.warning(
                 "the optimiser's state cannot be given to a newcomer: `state` raised %s: %s",
@@ -174,46 +201,39 @@ class LoopState:
             )  # fmt: skip
             return None
 
-    def decode(self, handover: Handover, payload: bytes) -> State:
-        """Return the state that a peer sent, in the shardings of this loop's. Raises WireError if it does not fit."""
-        return decode_state(handover, payload, self._newest(), _require_sound)
+    def _copied(self, leaves: Iterable[Any]) -> list[Any]:
+        return [_copy(leaf) for leaf in leaves]
+
+    def decode(self, handover: Handover, payload: bytes) -> list[NDArray[Any]]:
+        """Return the arrays that a peer sent, in the memory of the host, where checking compiles nothing.
+
+        Raises:
+            WireError: The payload does not fit the announcement or this loop's state, or no steps can produce it.
+        """
+        own = self.travelling()
+        values = recovery.decode(handover, payload, list(own.values()), _layout_digest(own))
+        self._require_sound(own, dict(zip(own, values, strict=True)))
+        return values
+
+    def _require_sound(self, own: Mapping[KeyPath, Any], sent: Mapping[KeyPath, NDArray[Any]]) -> None:
+        for path, values in sent.items():
+            for place, key in enumerate(path):
+                name = str(getattr(key, "name", ""))
+                second = (*path[:place], SECOND_MOMENT, *path[place + 1 :]) if name == "mu" else ()
+                recovery.require_sound(name, values, self._bounds, sent.get(second))
+                if name == "ns_coeffs" and (values != np.asarray(own[path])).any():  # of Muon's Newton-Schulz steps
+                    raise WireError("wrong coefficients in the peer's optimiser state", code="handover.unsound")
+
+    def taken(self, values: Iterable[Any]) -> State:
+        """Return this loop's state with the arrays of a peer, on the devices of its own, whatever those of the peer."""
+        sent = iter(values)
+        return jax.tree.map(lambda leaf: put_like(leaf, next(sent)) if _travels(leaf) else leaf, self.newest())
 
 
-def state_copies(state: State) -> list[Any] | None:
-    """Return the digest of a state's layout and copies of its arrays; None if a step has taken some of them."""
-    leaves = [leaf for leaf in jax.tree.leaves(state) if _travels(leaf)]
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-        return None
-    return [state_digest(state), *map(_copy, leaves)]
-
-
-def decode_state(handover: Handover, payload: bytes, own: State, check: Callable[[State, State], None]) -> State:
-    """Return the state in a payload, on the devices of the island's own, whatever those of the peer are.
-
-    Args:
-        handover: The message that announces the payload.
-        payload: What a peer sent.
-        own: The island's own state.
-        check: Raises WireError for a state that is not sound. Takes the state and `own`.
-
-    Raises:
-        WireError: The payload does not fit the announcement or the island's own state, or it is not sound.
-    """
-    leaves, structure = jax.tree.flatten(own)
-    places = [place for place, leaf in enumerate(leaves) if _travels(leaf)]
-    found = recovery.decode(handover, payload, [leaves[place] for place in places], state_digest(own))
-    sent = dict(zip(places, found, strict=True))
-    # In the host's memory, where checking compiles nothing.
-    check(jax.tree.unflatten(structure, [sent.get(place, leaf) for place, leaf in enumerate(leaves)]), own)
-    placed = (put_like(leaf, sent[place]) if place in sent else leaf for place, leaf in enumerate(leaves))
-    return jax.tree.unflatten(structure, placed)
-
-
-def state_digest(state: State) -> NDArray[np.uint8]:
-    """Return the digest of the names, shapes and dtypes of the arrays that travel."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+def _layout_digest(travelling: Mapping[KeyPath, Any]) -> NDArray[np.uint8]:
+    """Return the digest of the names, shapes and dtypes of the arrays."""
     return recovery.layout_digest(
-        (jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in pairs if _travels(leaf)
+        (jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in travelling.items()
     )
 
 
@@ -229,13 +249,3 @@ def _travels(leaf: Any) -> bool:
     dtype: Any = leaf.dtype
     is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)) or dtype == jnp.bool_
     return is_number and dtype.itemsize <= WIDTH_MAX and getattr(dtype, "kind", "") != "m"
-
-
-def _require_sound(state: State, own: State) -> None:
-    """Raise WireError for second moments and counts that no optimiser of optax makes."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        names = {str(getattr(key, "name", "")) for key in path}
-        if names & {"nu", "count"} and _travels(leaf) and bool((leaf < 0).any()):
-            raise WireError("a negative second moment or count in the peer's optimiser state", code="handover.unsound")
-        if "count" in names and _travels(leaf) and bool((leaf > STEPS_MAX).any()):
-            raise WireError("more steps in the peer's optimiser state than in a run", code="handover.unsound")

@@ -19,6 +19,7 @@ import numpy as np
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
+from archipelago.islands.sync.arrays import own_pieces
 from archipelago.islands.user_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
 
 MERGED_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -219,11 +220,11 @@ class FrozenLeaves:
         Raises:
             ConfigError: A leaf has changed (`loop.frozen-changed`).
         """
-        if not waits and not all(found.is_ready() for found in self._pending.values()):
+        if not waits and not all(found.is_ready() for sums in self._pending.values() for found in sums):
             return
         pending, self._pending = self._pending, {}
         for name, found in pending.items():
-            if int(found) != int(self._expected[name]):
+            if list(map(int, found)) != list(map(int, self._expected[name])):
                 raise frozen_changed(name)
 
 
@@ -236,9 +237,9 @@ def _reference(leaf: Any) -> Callable[[], Any]:
     return (lambda: leaf) if isinstance(leaf, np.generic) else weakref.ref(leaf)
 
 
-def _sums(named: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Return the sum of the bits of each leaf, which the devices begin to compute where the leaf is."""
-    return {name: _add_up(leaf) for name, leaf in named.items()}
+def _sums(named: Mapping[str, Any]) -> dict[str, list[jax.Array]]:
+    """Return the sums of the bits of this process's pieces of each leaf. The devices begin to compute them."""
+    return {name: [_add_up(piece) for piece in own_pieces(leaf)] for name, leaf in named.items()}
 
 
 @jax.jit

@@ -19,14 +19,14 @@ from archipelago.broker.codecs import Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore, taken
-from archipelago.islands.inner import begin, compile_steps
+from archipelago.islands.inner import InnerState, begin, compile_steps
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.placement import placement_of
 from archipelago.islands.sync import recovery, sharded_encoding
 from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.team.computing import SharedComputation, follow
+from archipelago.islands.team.computing import TeamComputation, follow
 from archipelago.islands.team.protocol import Said, Team, Work
 from archipelago.islands.worker import Island
 from tests.failing import failing
@@ -142,8 +142,8 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     four = run.island(SQUARE, "four")
     run.play(four, 9)
     one = run.island(ONE, "one", batch_size=2)
-    about, payload = recovery.encode(StateForPeer("one/x", four.computation.copies(), 9), "four/x")
-    one.use_optimizer(one.computation.decode(about, payload), "peer four")
+    about, payload = recovery.encode(StateForPeer("one/x", four.computation.state.copies() or (), 9), "four/x")
+    one.use_optimizer(one.computation.state.decode(about, payload), "peer four")
     for theirs, own in zip(jax.tree.leaves(four.inner.optimizer), jax.tree.leaves(one.inner.optimizer), strict=True):
         assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
         assert len(own.sharding.device_set) == 1
@@ -154,8 +154,8 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     assert one.totals.tokens == 6 * 2 * 8
     # and the other way round
     square = run.island(SQUARE, "square")
-    about, payload = recovery.encode(StateForPeer("square/x", one.computation.copies(), 9), "one/x")
-    square.use_optimizer(square.computation.decode(about, payload), "peer one")
+    about, payload = recovery.encode(StateForPeer("square/x", one.computation.state.copies() or (), 9), "one/x")
+    square.use_optimizer(square.computation.state.decode(about, payload), "peer one")
     assert moment(square, "mu", "embedding").sharding == square.inner.params["embedding"].sharding
     run.play(square, 2)
 
@@ -165,7 +165,7 @@ def test_own_optimiser_state_is_restored_on_another_mesh(tmp_path: Path) -> None
     IslandStore(tmp_path, run.manifest).save(taken(island))
     other = MeshRun().island(ONE)
     assert IslandStore(tmp_path, run.manifest).restore(other)
-    for theirs, own in zip(jax.tree.leaves(island.inner.optimizer), other.computation.optimizer_leaves(), strict=True):
+    for theirs, own in zip(*map(jax.tree.leaves, (island.inner.optimizer, other.inner.optimizer)), strict=True):
         assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
     other.advance()
 
@@ -187,20 +187,27 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
 def test_a_follower_makes_the_steps_that_its_leader_says() -> None:
     placement, _ = on_mesh(FOUR, CONFIG)
     assert placement is not None
-    taken: list[Any] = []
-    computation = SharedComputation(manifest(), None, partial(begin, CONFIG.inner), placement)  # type: ignore[arg-type]
-    computation.step = lambda batches_n, *about: taken.append((placement.place_batches(batches_n), *about))  # type: ignore[method-assign, assignment]
     batch = np.arange(2 * 8 * 3, dtype=np.uint8).reshape(2, 8, 3)
     said = [Said(work=Work.STEP, about=2, step=3, steps=100), Said(finished=1, about=3)]
 
     class Leading:
         hear, exchange = Team.hear, staticmethod(lambda own: said.pop(0))
+        tell = staticmethod(lambda *about, **numbers: None)
         share = staticmethod(lambda like: [batch.reshape(like[0].shape)])
 
-    assert follow(Leading(), computation, batch[:1], lambda: False).about == 3  # type: ignore[arg-type]
-    ((placed, *about),) = taken
+    made: list[Any] = []
+
+    def steps(state: Any, *about: Any) -> Any:
+        made.append(about)
+        return state, jnp.zeros(2)
+
+    team: Any = Leading()
+    computation = TeamComputation(team, manifest(), steps, partial(begin, CONFIG.inner), placement)
+    computation.inner = InnerState({}, ())
+    assert follow(team, computation, batch[:1], lambda: False).about == 3
+    ((placed, *about),) = made
     np.testing.assert_array_equal(placed, batch)
-    assert about == [3, 100]
+    assert list(map(int, about)) == [3, 100]
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2, 3)}
 
 

@@ -92,11 +92,9 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
     tensors = ours.manifest_tensors(lambda name: "rest")
     manifest = Manifest("own", config, tensors, balanced(tensors, 3), NO_CORPUS, {})
     team = ProcessTeam(mesh_of(parts), None, ours.device, "compare")
-    watched = Watched(team.courier)
-    alone, together = (
-        TorchReplica(manifest, one.device),
-        SplitReplica(manifest, ours, watched, lambda is_adoption, fragment: None),
-    )
+    team.courier = watched = Watched(team.courier)
+    team.tell = lambda *about, **numbers: None  # type: ignore[method-assign]
+    alone, together = TorchReplica(manifest, one.device), SplitReplica(manifest, ours, team)
     random = np.random.default_rng(7)
 
     def snapshot(size: int) -> Any:

@@ -22,11 +22,11 @@ from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Handover
 from archipelago.broker.wire import digest
-from archipelago.islands.inner import begin, moment_bounds, require_sound
+from archipelago.islands.inner import begin, moment_bounds
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.recovery import Newcomer, StateForPeer, encode
-from archipelago.islands.user_loop.parameters import decode_state, state_copies, state_digest
+from archipelago.islands.user_loop.parameters import LoopState
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
@@ -47,9 +47,15 @@ def trained(steps: int = 3) -> Any:
     return tiny.STEPS(state, batches, jnp.asarray(0, jnp.int32))[0].optimizer
 
 
+def held(state: Any, bounds: recovery.MomentBounds = recovery.NO_BOUNDS) -> LoopState:
+    """Return how an island gives and takes a state."""
+    return LoopState(lambda: state, bounds)
+
+
 STATE, LIKE = trained(), begin(tiny.CONFIG.inner, fresh()).optimizer
+MINE = held(LIKE)
 SIZE = 16 + sum(leaf.nbytes for leaf in jax.tree.leaves(LIKE))
-HANDOVER, PAYLOAD = encode(StateForPeer("new/z", state_copies(STATE) or (), 40), "a/x")
+HANDOVER, PAYLOAD = encode(StateForPeer("new/z", held(STATE).copies() or (), 40), "a/x")
 
 
 def announced(payload: bytes) -> Handover:
@@ -62,7 +68,7 @@ def compressed(raw: bytes) -> bytes:
 
 
 def raw(state: Any) -> bytes:
-    return b"".join([state_digest(state).tobytes(), *tiny.leaf_bytes(state)])
+    return b"".join(np.asarray(leaf).tobytes() for leaf in held(state).copies() or ())
 
 
 # -- encode and decode ----------------------------------------------------------------------------------------------
@@ -70,7 +76,7 @@ def raw(state: Any) -> bytes:
 
 def test_the_state_is_decoded_bit_for_bit() -> None:
     assert raw(STATE) != raw(LIKE)
-    found = decode_state(HANDOVER, PAYLOAD, LIKE, require_sound)
+    found = MINE.taken(MINE.decode(HANDOVER, PAYLOAD))
     assert tiny.leaf_bytes(found) == tiny.leaf_bytes(STATE)
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
     assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(LIKE)]
@@ -99,10 +105,10 @@ MALFORMED = {
 def test_malformed_state_is_refused() -> None:
     for what, (payload, code) in MALFORMED.items():
         with failing(WireError, code):
-            pytest.fail(f"{what}: {decode_state(announced(payload), payload, LIKE, require_sound)}")
+            pytest.fail(f"{what}: {MINE.decode(announced(payload), payload)}")
     for payload in (PAYLOAD[:-1] + b"?", PAYLOAD + b"?"):
         with failing(WireError, "handover.unsound"):
-            decode_state(HANDOVER, payload, LIKE, require_sound)
+            MINE.decode(HANDOVER, payload)
 
 
 @settings(max_examples=examples(100))
@@ -111,11 +117,11 @@ def test_damaged_state_is_refused_or_finite_and_of_the_right_shape(flips: dict[i
     """A hostile peer can compute a valid digest of forged state."""
     payload = bytes(byte ^ flips.get(index, 0) for index, byte in enumerate(PAYLOAD))
     try:
-        found = decode_state(announced(payload), payload, LIKE, require_sound)
+        found = MINE.decode(announced(payload), payload)
     except WireError:
         return
-    assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
-    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(found))
+    assert [leaf.shape for leaf in found] == [leaf.shape for leaf in jax.tree.leaves(LIKE)]
+    assert all(np.isfinite(leaf).all() for leaf in found)
 
 
 def lying(declared: int, content: bytes) -> bytes:
@@ -132,7 +138,7 @@ def test_a_decompression_bomb_takes_no_memory() -> None:
     """It declares its true size, or that of the state."""
     for payload in (compressed(bytes(1 << 26)), lying(SIZE, bytes(1 << 26))):
         with memory_below(1 << 20), pytest.raises(WireError):
-            decode_state(announced(payload), payload, LIKE, require_sound)
+            MINE.decode(announced(payload), payload)
 
 
 # -- asking ---------------------------------------------------------------------------------------------------------
@@ -165,7 +171,7 @@ class Waiting:
     def receive(self, transport: Any = None, seconds: float = 5.0) -> Any:
         island: Any = SimpleNamespace(name="new", incarnation="z", clock=self.clock, beat=self._beat)
         newcomer = Newcomer(transport or self.transport, island, seconds, self._pause)
-        return newcomer.wait(lambda about, payload: decode_state(about, payload, LIKE, require_sound))
+        return newcomer.wait(MINE.decode)
 
     def assert_withdrawn(self) -> None:
         run = self.broker.runs["sample"]
@@ -194,7 +200,7 @@ def test_after_a_useless_answer_or_silence_another_peer_is_asked(is_silent: bool
     """Such as the answer of a peer in another framework, or of one whose state went into a step."""
     new, promised = Waiting(), list[str]()
     useless = encode(StateForPeer("new/z", [np.zeros(3)], 40), "a/x")
-    right = encode(StateForPeer("new/z", state_copies(STATE) or (), 40), "b/x")
+    right = encode(StateForPeer("new/z", held(STATE).copies() or (), 40), "b/x")
 
     def answer(number: int) -> None:
         for island in "ab":
@@ -239,7 +245,7 @@ def forged(state: Any, **changes: Any) -> tuple[Handover, bytes]:
     for name, change in changes.items():
         part = tree_get_all_with_path(state, name)[0][1]
         state = optax.tree_utils.tree_set(state, **{name: jax.tree.map(change, part)})
-    return encode(StateForPeer("b/y", state_copies(state) or (), 7), "a/x")
+    return encode(StateForPeer("b/y", held(state).copies() or (), 7), "a/x")
 
 
 def filled(value: float) -> Any:
@@ -251,7 +257,7 @@ def negative(x: jax.Array) -> jax.Array:
 
 
 def test_moments_that_no_steps_can_produce_are_refused() -> None:
-    check = partial(require_sound, bounds=moment_bounds(tiny.CONFIG.inner))
+    bounded, muon = held(STATE, moment_bounds(tiny.CONFIG.inner)), muon_state(1)
     impossible: list[dict[str, Any]] = [
         {"nu": negative},  # finite, but the first step would produce NaN
         {"count": negative},
@@ -262,19 +268,19 @@ def test_moments_that_no_steps_can_produce_are_refused() -> None:
     ]
     for changes in impossible:
         with failing(WireError, "handover.unsound"):
-            decode_state(*forged(STATE, **changes), STATE, check)
+            bounded.decode(*forged(STATE, **changes))
     for name in ("nu", "count"):
         with failing(WireError, "handover.unsound"):
-            decode_state(*forged(STATE, **{name: negative}), STATE, require_sound)
+            MINE.decode(*forged(STATE, **{name: negative}))
     for name in ("nu", "count", "ns_coeffs"):
         with failing(WireError, "handover.unsound"):
-            decode_state(*forged(muon_state(1), **{name: negative}), muon_state(1), require_sound)
+            held(muon).decode(*forged(muon, **{name: negative}))
 
 
 def test_moments_of_real_steps_are_within_the_bounds() -> None:
     for steps in (1, 20):
-        require_sound(trained(steps), STATE, moment_bounds(tiny.CONFIG.inner))
-        require_sound(muon_state(steps), muon_state(1), moment_bounds(tiny.MUON.inner))
+        for config, state, own in ((tiny.CONFIG, trained(steps), STATE), (tiny.MUON, muon_state(steps), muon_state(1))):
+            held(own, moment_bounds(config.inner)).decode(*forged(state))
 
 
 # -- Muon's state ---------------------------------------------------------------------------------------------------

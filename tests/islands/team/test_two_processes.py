@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -49,4 +50,4 @@ def test_two_processes_train_as_one_device_and_restore_their_checkpoints(tmp_pat
     island = run.island(ONE)
     run.play(island, STEPS)
     found_N = np.frombuffer((tmp_path / "moments.bytes").read_bytes(), np.float32)
-    np.testing.assert_allclose(found_N, flat(island.computation.optimizer_leaves()), atol=2e-4)
+    np.testing.assert_allclose(found_N, flat(jax.tree.leaves(island.inner.optimizer)), atol=2e-4)

@@ -20,7 +20,7 @@ from archipelago.islands.inner import begin
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.recovery import StateForPeer
-from archipelago.islands.team.computing import LeadingComputation, SharedComputation, follow
+from archipelago.islands.team.computing import TeamComputation, follow
 from archipelago.islands.team.jax_team import JaxTeam, connect
 from archipelago.islands.team.protocol import Said
 from archipelago.islands.team.ranks import HostRank
@@ -52,20 +52,22 @@ def play(team: JaxTeam, folder: Path) -> list[Any]:
     run.play(island, STEPS)
     store = IslandStore(folder, run.manifest)
     store.save(taken(island))
-    _, *moments = copies = island.computation.copies()
+    copies = island.computation.state.copies()
+    assert copies is not None
+    _, *moments = copies
 
     # An island that comes back, with no peer there, takes its own optimiser state.
     _, again = begun(team)
     assert store.restore(again)
-    require_same(moments, again.computation.optimizer_leaves())
+    require_same(copies, again.computation.state.copies())
     require_places(again)
     again.advance()
 
     # A peer has the state of this island, and another one takes it.
     _, third = begun(team)
     about, payload = recovery.encode(StateForPeer("a/y", copies, 10), "a/x")
-    third.use_optimizer(third.computation.decode(about, payload), "peer")
-    require_same(moments, third.computation.optimizer_leaves())
+    third.use_optimizer(third.computation.state.decode(about, payload), "peer")
+    require_same(copies, third.computation.state.copies())
     third.advance()
     jax.block_until_ready(third.inner)  # type: ignore[no-untyped-call]
     return moments
@@ -74,7 +76,7 @@ def play(team: JaxTeam, folder: Path) -> list[Any]:
 def begun(team: JaxTeam) -> tuple[MeshRun, Island]:
     """Return an island that begins in a run of its own."""
     run = MeshRun()
-    return run, run.island(SHAPE, computes=partial(LeadingComputation, team))
+    return run, run.island(SHAPE, computes=partial(TeamComputation, team))
 
 
 def require_same(one: Any, other: Any) -> None:
@@ -100,7 +102,7 @@ def require_places(island: Island) -> None:
 def follow_all(team: JaxTeam) -> None:
     """Follow the leader. One computation follows all its islands."""
     placement, steps = on_mesh(SHAPE, CONFIG)
-    computation = SharedComputation(manifest(), steps, partial(begin, CONFIG.inner), placement)
+    computation = TeamComputation(team, manifest(), steps, partial(begin, CONFIG.inner), placement)
     sample = np.zeros((1, CONFIG.data.batch_size, CONFIG.data.sequence_length + 1), np.uint8)
     assert follow(team, computation, sample, lambda: False).finished
 

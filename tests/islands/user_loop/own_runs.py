@@ -59,8 +59,8 @@ class OwnIsland(LoopIsland):
     parameters: TreeParameters
 
     def __init__(self, run: OwnRun, name: str, template: Any, chosen: Any) -> None:
-        layout = TreeLayout.of(template, chosen)
-        parameters, replica = TreeParameters(layout), Replica(run.manifest, layout.templates)
+        parameters = TreeParameters(template, chosen)
+        replica = Replica(run.manifest, parameters.layout.templates)
         super().__init__(run, name, parameters, replica, lambda vectors: parameters.start(replica.begin(list(vectors))))
 
     @property
@@ -136,7 +136,9 @@ class TreeScript(Script):
             self._gradients = {key: value for key, value in params.items() if key != "count"}
             self._state = self._adam.init(self._gradients)
             options["state"] = lambda: self._state
-        super().__init__(archipelago.join(url, run, params, **options))
+        session = archipelago.join(url, run, params, **options)
+        assert isinstance(session, JoinedRun)
+        super().__init__(session)
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -102,7 +102,8 @@ def test_arrays_of_numpy_keep_their_dtype() -> None:
     """JAX has no 64-bit numbers by default."""
     theirs = {"a": np.array([1e300, 2.0]), "b": np.float64(1e300), "c": np.int64(1 << 60)}
     own = {"a": np.zeros(2), "b": np.float64(0), "c": np.int64(0)}
-    found = LoopState(lambda: own).decode(*handed_over(theirs))
+    mine = LoopState(lambda: own)
+    found = mine.taken(mine.decode(*handed_over(theirs)))
     for key, value in theirs.items():
         assert type(found[key]) is type(value)
         np.testing.assert_array_equal(found[key], value)
@@ -134,7 +135,7 @@ def test_what_is_no_plain_number_stays_the_islands_own() -> None:
     ]
     for own in kinds:
         mine = LoopState(partial(dict, own=own, mu=jnp.zeros(3)))
-        found = mine.decode(*handed_over({"own": own, "mu": jnp.ones(3)}))
+        found = mine.taken(mine.decode(*handed_over({"own": own, "mu": jnp.ones(3)})))
         assert found["own"] is own
         np.testing.assert_array_equal(found["mu"], np.ones(3))
 

@@ -1,0 +1,218 @@
+"""A script of several processes as one island, in any framework: the leader is its membership, and the others follow.
+
+What they say to each other is in `protocol`. A framework adds what the processes do together.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
+from archipelago.islands.team.protocol import Said, Team, leader_left
+from archipelago.islands.user_loop.session import Session
+
+log = logging.getLogger(__name__)
+
+#: Makes the team, from the call that all processes make, in words.
+NewTeam = Callable[[str], Team]
+#: What a framework raises if another process is gone.
+GONE = (RuntimeError, ValueError)
+
+
+def create_together(team: Team, create: Callable[[], bool], give: Callable[[int], object]) -> bool:
+    """Create a run of a model that is spread over processes, all of which call this. Return what `create` returned.
+
+    Args:
+        team: The processes.
+        create: Called in the leader. It tells the others which tensors to give.
+        give: Gathers a tensor in the leader, by its number; called in the others.
+
+    Raises:
+        ConfigError: The leader has failed (`loop.leader-left`).
+    """
+    if team.leads:
+        try:
+            is_new = create()
+        except BaseException:
+            with suppress(*GONE):
+                team.exchange(Said(has_left=1))
+            raise
+        team.exchange(Said(finished=is_new))
+        return is_new
+    said = team.hear(lambda said: give(said.about))
+    if said.has_left:
+        raise leader_left()
+    return bool(said.finished)
+
+
+class Leading(Session):
+    """What the leader of several processes adds to the membership of a script."""
+
+    _new_team: NewTeam
+    _team: Any = None
+    _said = Said()
+
+    def __enter__(self) -> Self:
+        """Join the run together with the others."""
+        self._team = self._new_team(f"join {self._run}")
+        try:
+            super().__enter__()
+        except BaseException:
+            self._tell_of_error()
+            raise
+        try:
+            self._said = self._team.exchange(self._clock())
+        except BaseException as error:  # without the others there is no island, and no `with` block that would end it
+            self._leave(error)
+            raise
+        return self
+
+    def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
+        """Sync, and tell the others. `tokens` counts those of all processes."""
+        try:
+            super()._turn(steps, tokens, loss)
+        except BaseException:
+            if not self._has_left:
+                self._tell_of_error()
+            raise
+        self._said = self._team.exchange(self._clock())
+        self._stop.require_heard(bool(self._said.stopping))
+
+    def _tell_of_error(self) -> None:
+        """Tell the others that the leader leaves because of an error, which may be that they are gone.
+
+        If they may wait for a tensor, they hear of it when this process ends.
+        """
+        if not self._is_torn:
+            with suppress(*GONE):
+                self._team.exchange(Said(has_left=1))
+
+    def _heed_signal(self) -> None:
+        """Do nothing yet: all processes heed the signal together, at the end of `sync`."""
+
+    def _clock(self) -> Said:
+        finished, step, steps = super().finished, super().step, super().steps
+        return Said(finished=finished, stopping=self._stop.has_arrived, step=step, steps=steps)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the run. If all processes measure, they do so without an error only, and send the newest progress."""
+        if self._has_left or self._loop is None:
+            return
+        if not self._team.leaves_together:
+            super()._leave(error)
+        elif error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
+            is_ours = isinstance(error, Exception)
+            super()._leave(error if is_ours else RuntimeError(f"stopped by {type(error).__name__}"))
+        else:
+            try:
+                super()._leave(error)
+            finally:
+                with suppress(*GONE):
+                    self._team.exchange(Said(finished=True))
+
+    # What the others were told, because all processes must take the same turn.
+
+    @property
+    def finished(self) -> bool:
+        """Whether to stop training."""
+        return bool(self._said.finished) or self._has_left
+
+    @property
+    def step(self) -> int:
+        """The run's clock in steps."""
+        return self._said.step
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps."""
+        return self._said.steps
+
+
+class Following(ABC):
+    """The membership of a script in a process that follows the leader."""
+
+    def __init__(self, run: str, new_team: NewTeam) -> None:
+        self._run, self._new_team = run, new_team
+        self._team: Any = None  # while this process is in the run
+        self._said = Said()
+        self._stop = StopSignal()
+        self.island, self.optimizer_origin = "", "fresh"
+
+    @abstractmethod
+    def _do(self, team: Any, said: Said) -> None:
+        """Do one piece of work with the other processes."""
+
+    def __enter__(self) -> Self:
+        """Take the parameters and the optimiser's state from the leader.
+
+        Raises:
+            ConfigError: The leader could not join (`loop.leader-left`).
+        """
+        self._team = self._new_team(f"join {self._run}")
+        self._hear()
+        self._stop.watch()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave."""
+        try:
+            if error is None or isinstance(error, StoppedBySignal):
+                self.leave()
+        finally:
+            self._team = None
+            self._stop.release()
+
+    def leave(self) -> None:
+        """Follow the leader no longer. If all processes measure, send the newest progress together with it first."""
+        team, self._team = self._team, None
+        if team is None or not team.leaves_together:
+            return
+        try:
+            team.hear(partial(self._do, team))
+        except GONE as error:
+            log.warning("the leader of this island is gone: %s", error)
+
+    def _turn(self) -> None:
+        """Do with the leader what it does at this step.
+
+        Raises:
+            ConfigError: The leader has left (`loop.leader-left`), or this process has (`loop.left`).
+        """
+        if self._team is None:
+            raise ConfigError(
+                "this process has not joined the run, or has left it",
+                "Call `sync` inside of `with join(...) as run:`.",
+                code="loop.left",
+            )
+        self._hear()
+        self._stop.require_heard(bool(self._said.stopping))
+
+    def _hear(self) -> None:
+        """Do what the leader says, until its turn ends. Raises ConfigError (`loop.leader-left`)."""
+        self._said = self._team.hear(partial(self._do, self._team), lambda: self._stop.has_arrived)
+        if self._said.has_left:
+            raise leader_left()
+
+    @property
+    def finished(self) -> bool:
+        """Whether to stop training."""
+        return bool(self._said.finished) or self._team is None
+
+    @property
+    def step(self) -> int:
+        """The run's clock in steps."""
+        return self._said.step
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps."""
+        return self._said.steps
