@@ -61,20 +61,20 @@ class Heartbeat:
     host: Text
     pid: Count
     device: Text
-    steps: Count
-    global_step: Steps
-    tokens: Count
-    tokens_per_second: Measure
-    step_seconds: Seconds
-    loss: Measure
-    staleness: Measure
-    backlog: Count
-    sent: Count
-    refused: Count
-    last_refusal: Text
-    bytes_up: Count
-    bytes_down: Count
-    link: Text
+    steps: Count = 0
+    global_step: Steps = 0
+    tokens: Count = 0
+    tokens_per_second: Measure = 0.0
+    step_seconds: Seconds = 0.0
+    loss: Measure = math.nan
+    staleness: Measure = 0.0
+    backlog: Count = 0
+    sent: Count = 0
+    refused: Count = 0
+    last_refusal: Text = ""
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+    link: Text = "ok"
     data: Annotated[str, MaxLen(4096)] = ""
     optimizer_origin: Text = "fresh"
     uplink_bytes_per_second: Measure = math.nan

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from archipelago.broker.commits import Image, MergerClient
 from archipelago.broker.manifest import Manifest
@@ -119,6 +119,20 @@ class Standby:
 
     name: str
     age_seconds: float
+
+
+class Around(NamedTuple):
+    """What an island looks for before each heartbeat.
+
+    Attributes:
+        claim: The newest claim to its name; None if it has none.
+        uid: The uid in the run's manifest; None if there is no manifest, or it cannot be read.
+        requests: The operator's requests that concern the island (`control.heard_by`).
+    """
+
+    claim: NameClaim | None
+    uid: str | None
+    requests: Mapping[str, str]
 
 
 class ReaderClient(Protocol):
@@ -254,8 +268,12 @@ class IslandClient(Protocol):
         """Return whether a published entry still waits: it was not merged, refused or lost in a crash."""
         ...
 
-    def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
-        """Replace the island's last heartbeat. Returns the operator's requests that concern it (`control.heard_by`).
+    def look_around(self, island: str, claim: NameClaim | None) -> Around:
+        """Return what an island must know before it writes. If the broker has lost its claim, it is written again."""
+        ...
+
+    def heartbeat(self, heartbeat: Heartbeat) -> bool:
+        """Replace the island's last heartbeat. Return whether a merger serves the run.
 
         What earlier incarnations of the island have downloaded is added to `bytes_down`.
         """
@@ -263,10 +281,6 @@ class IslandClient(Protocol):
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
         """Claim the name of an island, which ends the claim of any earlier process. Return the claim."""
-        ...
-
-    def confirm_name(self, island: str, claim: NameClaim) -> NameClaim:
-        """Return the newest claim to the name. If the broker has lost `claim`, it is written again."""
         ...
 
     def lease_range(self, ranges: Sequence[str], me: str, reading: Collection[str] = ()) -> ReadPosition | None:

@@ -19,7 +19,7 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.files import FILE_FAULTS, in_words, remedy, write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Handover, from_fields, to_fields
-from archipelago.islands.sync.heartbeat import Totals
+from archipelago.islands.sync.measures import Totals
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import StateForPeer, encode
 

@@ -34,7 +34,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.ranges import held_out
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models.interface import Model, Params
-from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.connection.inbox import Arrival
 
 BATCH = 32
 

@@ -19,8 +19,8 @@ from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions, own_placement
 from archipelago.islands.placement import Placement
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile

@@ -24,8 +24,8 @@ from archipelago.broker.observe.metrics import Health, family
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.membership import Membership, island_name
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class WorkerRun(Membership):
             log.info("this island evaluates nothing, because no device of its leader holds the whole model")
             return None
         evaluator = Evaluator(
-            link.transport, prepared.manifest, link.who, evaluation, link.channels.all_held, options.evaluate_every,
+            link.transport, prepared.manifest, link.who, evaluation, link.all_held, options.evaluate_every,
             self._curves, place=prepared.place,
         )  # fmt: skip
         evaluator.start()
@@ -228,16 +228,16 @@ def _summary(island: Island, state: str) -> dict[str, object]:
         "tokens": island.totals.tokens,
         "global_step": island.ledger.global_step,
         "optimizer_origin": island.optimizer_origin,
-        "sent": link.channels.sent,
+        "sent": link.uplink.contributions,
         "refused": island.ledger.refused,
-        "bytes_up": link.channels.bytes_up,
-        "bytes_down": link.channels.bytes_down,
+        "bytes_up": link.uplink.bytes_up,
+        "bytes_down": link.uplink.bytes_down,
     }
 
 
 def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
     """Return the global step and the values that curves show, or None while the island does not train."""
-    beat = island.link.heartbeat
+    beat = island.link.heartbeats.newest
     if beat is None or beat.state != "training":
         return None
     return beat.global_step, {
@@ -258,11 +258,11 @@ class IslandCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each metric."""
         island = self.island
-        beat = island.link.heartbeat
+        beat = island.link.heartbeats.newest
         if beat is None:
             return
         unit = loss_unit(island.manifest.corpus)
-        since = island.link.clock() - island.link.channels.arrived_at
+        since = island.link.clock() - island.link.uplink.arrived_at
         labels = {"run": island.manifest.run, "island": beat.island}
         for name, documentation, value in (
             ("steps_total", "Inner steps made, including those before the island rejoined.", beat.steps),

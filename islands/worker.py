@@ -16,9 +16,9 @@ from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.inner import InnerState
 from archipelago.islands.placement import Placement
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.heartbeat import MemoryMeter, measured
+from archipelago.islands.sync.measures import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
 from archipelago.islands.turn_log import Pacer
@@ -66,7 +66,7 @@ class Island(Participant):
     def warm_up(self) -> None:
         """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later."""
         self.beat("joining")
-        self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
+        self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.heartbeats.run_steps)
         self.computation.replica.warm_up(self.computation.named())
 
     def make_steps(self) -> tuple[int, int, Any]:

@@ -130,6 +130,11 @@ class MemoryRun:
             published_tokens=counters.merged_tokens + counters.refused_tokens + tokens,
         )
 
+    def is_served(self, now: float) -> bool:
+        """Return whether a merger holds the lease."""
+        holder, until = self.lease
+        return bool(holder) and until > now
+
     def live(self, now: float) -> set[str]:
         """Return the live islands that are not expelled, as island/incarnation."""
         beats = [(Presence(beat, now - seen), beat) for beat, seen in self.islands.values()]

@@ -34,6 +34,7 @@ from archipelago.broker.transport import (
     NOTES_KEPT,
     REFUSALS_AMONG,
     STANDBY_SECONDS,
+    Around,
     Arrived,
     Memory,
     Standby,
@@ -216,8 +217,7 @@ class MemoryReader:
 
     def is_served(self) -> bool:
         with self._broker.opened(self._run) as run:
-            holder, until = run.lease
-            return bool(holder) and until > self._broker.clock()
+            return run.is_served(self._broker.clock())
 
     def merger_status(self) -> None:
         return None
@@ -245,24 +245,26 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             return run.found(entry) is not None
 
-    def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
+    def look_around(self, island: str, claim: NameClaim | None) -> Around:
+        with self._broker.opened(self._run) as run:
+            if claim is not None:
+                claim = run.names[island] = newest_claim(claim, run.names.get(island))
+            requests = {name: run.control[name] for name in heard_by(island) if name in run.control}
+            return Around(claim, run.manifest.uid, requests)
+
+    def heartbeat(self, heartbeat: Heartbeat) -> bool:
         with self._broker.opened(self._run) as run:
             before, _ = run.islands.get(heartbeat.island, (heartbeat, 0.0))
             earlier = before.bytes_down if before.incarnation != heartbeat.incarnation else 0
             down = heartbeat.bytes_down + self._downloaded.setdefault(heartbeat.incarnation, earlier)
             run.islands[heartbeat.island] = (replace(heartbeat, bytes_down=down), self._broker.clock())
-            return {name: run.control[name] for name in heard_by(heartbeat.island) if name in run.control}
+            return run.is_served(self._broker.clock())
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
         with self._broker.opened(self._run) as run:
             now_ms = max(0, int(1000 * self._broker.clock()))
             claim = run.names[island] = next_claim(run.names.get(island), incarnation, now_ms)
             return claim
-
-    def confirm_name(self, island: str, claim: NameClaim) -> NameClaim:
-        with self._broker.opened(self._run) as run:
-            run.names[island] = newest_claim(claim, run.names.get(island))
-            return run.names[island]
 
     def lease_range(self, ranges: Sequence[str], me: str, reading: Collection[str] = ()) -> ReadPosition | None:
         with self._broker.opened(self._run) as run:

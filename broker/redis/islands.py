@@ -21,6 +21,7 @@ from archipelago.broker.redis.names import REMEMBER_SECONDS
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
 from archipelago.broker.signing import Raw
+from archipelago.broker.transport import Around
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
@@ -69,7 +70,20 @@ class RedisIsland:
         with self._connection.translated():
             return bool(self._redis.xrange(self._keys.updates(sender), id_, id_))
 
-    def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
+    def look_around(self, island: str, claim: NameClaim | None) -> Around:
+        names = heard_by(island)
+        requests = [("hget", self._keys.control, name) for name in names]
+        with self._connection.translated():  # other types of value under these keys must not stop the island
+            stored, uid, *found = self._connection.tolerant(
+                ("get", self._keys.name(island)), ("hget", self._keys.manifest, "uid"), *requests
+            )
+        if claim is not None:
+            held = _claim_in(stored)
+            is_lost = held is None or newest_claim(claim, held) != held
+            claim = self._confirmed(self._keys.name(island), claim) if is_lost else held
+        return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(names, found))
+
+    def heartbeat(self, heartbeat: Heartbeat) -> bool:
         if not self._signing.is_on:
             self._members.require_unsigned()
         key = self._keys.island(heartbeat.island)
@@ -79,15 +93,8 @@ class RedisIsland:
             pipe.hset(key, mapping=signed)
             pipe.pexpire(key, REMEMBER_SECONDS * 1000)
             pipe.sadd(self._keys.islands, heartbeat.island)
-            for name in (names := heard_by(heartbeat.island)):
-                pipe.hget(self._keys.control, name)
-            answers = pipe.execute(raise_on_error=False)
-            done, requests = answers[: -len(names)], answers[-len(names) :]
-            for error in (answer for answer in done if isinstance(answer, Exception)):
-                raise error
-        # If someone replaced the hash of requests with another type, the heartbeat must still succeed.
-        found = zip(names, requests, strict=True)
-        return {name: value.decode("utf-8", "replace") for name, value in found if isinstance(value, bytes)}
+            pipe.exists(self._keys.lease)
+            return bool(pipe.execute()[-1])
 
     def _downloaded_before(self, heartbeat: Heartbeat) -> int:
         """Return the bytes that earlier incarnations of the island have downloaded, as its last heartbeat says."""
@@ -120,11 +127,8 @@ class RedisIsland:
             )
         return claimed
 
-    def confirm_name(self, island: str, claim: NameClaim) -> NameClaim:
-        key = self._keys.name(island)
-        found = self._claim(key)
-        if found is not None and newest_claim(claim, found) == found:
-            return found
+    def _confirmed(self, key: str, claim: NameClaim) -> NameClaim:
+        """Return the newest claim to a name, and write this one again if it is that."""
 
         def again(pipe: Any) -> NameClaim:
             newest = newest_claim(claim, self._claim(key))
@@ -138,7 +142,7 @@ class RedisIsland:
         found: bytes | None = None
         with self._connection.forgiving(key, "a string"):
             found = self._redis.get(key)
-        return parse_name_claim((found or b"").decode("utf-8", "replace"))
+        return _claim_in(found)
 
     # -- leases of text -----------------------------------------------------------------------------------------------
 
@@ -314,6 +318,10 @@ class RedisIsland:
 
     def _handover_max(self) -> int:
         return 4 * 3 * sum(self._stored.shape().sizes) + (1 << 20)  # two float32 moments per parameter, with a margin
+
+
+def _claim_in(stored: bytes | None) -> NameClaim | None:
+    return parse_name_claim((stored or b"").decode("utf-8", "replace"))
 
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:

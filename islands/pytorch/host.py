@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from archipelago.islands.pytorch.pieces import own_piece
-from archipelago.islands.sync.heartbeat import MemoryMeter, measured
+from archipelago.islands.sync.measures import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host
 from archipelago.islands.user_loop.tensors import frozen_changed
 

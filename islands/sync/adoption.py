@@ -11,14 +11,11 @@ To add a rule, write the function, register it in `RULES` and name it in `AdoptC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.errors import DivergedError
-from archipelago.islands.sync.connection.outbox import Draft
 
 #: A vector of any framework.
 Array = Any
@@ -95,20 +92,17 @@ class Parameters(Protocol):
         """Return the names of those with NaN or infinity. This waits for the device."""
 
 
-#: The exponent of a bfloat16 number. All its bits are set in NaN and in infinity.
-_EXPONENT = np.uint16(0x7F80)
+class Ranges(Protocol):
+    """The leased ranges of the run's text that a loop reads."""
 
+    def positions(self) -> Sequence[object]:
+        """Return how far each leased range was read."""
 
-def is_sound(draft: Draft) -> bool:
-    """Return whether no value of a contribution is NaN or infinite.
+    def held(self) -> list[str]:
+        """Return the ranges in `positions()`."""
 
-    The first array of every codec holds either the numbers themselves, as float32 or the bits of bfloat16, or the
-    scales of its blocks as the bits of bfloat16. A block with a NaN or an infinity has the scale NaN.
-    """
-    first = np.asarray(draft.parts[0])
-    if first.dtype == np.uint16:
-        return not bool(np.any((first & _EXPONENT) == _EXPONENT))
-    return bool(np.all(np.isfinite(first)))
+    def forget(self, ranges: Collection[str]) -> None:
+        """Forget leases that have ended or were lost."""
 
 
 def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:

@@ -26,8 +26,8 @@ from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.arguments import checked_counts, require_loss
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer, OwnStore
@@ -222,12 +222,12 @@ class Membership(ABC):
     @property
     def step(self) -> int:
         """The run's clock in steps, for a schedule of the learning rate. It follows the fastest island."""
-        return 0 if self._loop is None else min(self._loop.ledger.global_step, self._loop.link.run_steps)
+        return 0 if self._loop is None else min(self._loop.ledger.global_step, self._loop.link.heartbeats.run_steps)
 
     @property
     def steps(self) -> int:
         """The length of the run in steps, which an operator can change."""
-        return 0 if self._loop is None else self._loop.link.run_steps
+        return 0 if self._loop is None else self._loop.link.heartbeats.run_steps
 
     @property
     def island(self) -> str:

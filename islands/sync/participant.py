@@ -7,11 +7,12 @@ parameters, and the replica that measures and adopts them, belong to the framewo
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
@@ -19,13 +20,13 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Marker, Resume
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
-from archipelago.islands.sync.adoption import AnyReplica, Parameters, is_sound, not_finite
+from archipelago.broker.presence import Heartbeat
+from archipelago.islands.sync.adoption import AnyReplica, Parameters, Ranges, not_finite
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
-from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.connection.uplink import averaged
-from archipelago.islands.sync.heartbeat import SMOOTHING, Losses, MemoryMeter, Speed, Totals, heartbeat
 from archipelago.islands.sync.ledger import Ledger
+from archipelago.islands.sync.measures import Losses, MemoryMeter, Speed, Totals, averaged
 from archipelago.islands.sync.recovery import OptimizerAccess, StateForPeer
 
 FLUSH_SECONDS = 10.0
@@ -44,19 +45,6 @@ class Host:
 
     device: str
     memory: MemoryMeter
-
-
-class Ranges(Protocol):
-    """The leased ranges of the run's text that a loop reads."""
-
-    def positions(self) -> Sequence[object]:
-        """Return how far each leased range was read."""
-
-    def held(self) -> list[str]:
-        """Return the ranges in `positions()`."""
-
-    def forget(self, ranges: Collection[str]) -> None:
-        """Forget leases that have ended or were lost."""
 
 
 class Participant:
@@ -117,10 +105,10 @@ class Participant:
         self.optimizer_origin = "fresh"
         self.stretch = self.tokens_per_step = 0.0
         self.run_steps = config.inner.steps
-        link.gives_state = self.optimizer.copies is not None
         for channel in link.channels:
             channel.inbox.prepare = replica.prepare
-        link.stall_seconds = self.speed.stall_seconds
+        link.giver.is_willing = self.optimizer.copies is not None
+        link.heartbeats.stall_seconds = self.speed.stall_seconds
         self._replica, self._ranges, self._on_marker, self._diverged_max = replica, ranges, on_marker, diverged_max
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
         self._unserved_steps = 0
@@ -135,25 +123,25 @@ class Participant:
     @property
     def finished(self) -> bool:
         """True if the run is at its end. An island that no merger serves does not end the run alone."""
-        steps = self.link.run_steps
-        is_served = self.link.serving.is_served is not False
+        steps = self.link.heartbeats.run_steps
+        is_served = self.link.heartbeats.serving.is_served is not False
         return self.ledger.merged_step >= steps or (is_served and self.ledger.global_step >= steps)
 
     @property
     def must_leave(self) -> bool:
         """True if the operator asked for it, if a newer process has the island's name, or if the island is stranded."""
-        return bool(self.link.operator_request) or self.link.is_replaced or self.is_stranded
+        return bool(self.link.heartbeats.request) or self.link.heartbeats.is_replaced or self.is_stranded
 
     @property
     def is_stranded(self) -> bool:
         """True if no merger came while the island made as many steps as the run has. Redis keeps what it then sends."""
-        has_time = self.link.serving.away_seconds >= STRANDED_SECONDS and not self.link.pumps.trouble
-        return has_time and self._unserved_steps >= self.link.run_steps
+        has_time = self.link.heartbeats.serving.away_seconds >= STRANDED_SECONDS and not self.link.pumps.trouble
+        return has_time and self._unserved_steps >= self.link.heartbeats.run_steps
 
     @property
     def is_held(self) -> bool:
         """True while the schedule's clock stands still, because the island is its window ahead of the last merge."""
-        return self.ledger.is_held(is_served=self.link.serving.is_served is not False, stretch=self.stretch)
+        return self.ledger.is_held(is_served=self.link.heartbeats.serving.is_served is not False, stretch=self.stretch)
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
@@ -182,13 +170,13 @@ class Participant:
     def count(self, steps: int, tokens: int, loss: Any) -> None:
         """Count steps of the loop, as the first half of `turn`. While the schedule is held, its clock stands still."""
         self.ledger.stepped(steps, tokens, is_held=self.is_held)
-        self._unserved_steps = self._unserved_steps + steps if self.link.serving.is_served is False else 0
+        self._unserved_steps = self._unserved_steps + steps if self.link.heartbeats.serving.is_served is False else 0
         self.totals.steps += steps
         self.totals.tokens += tokens
         now = self.clock()
         self.speed.called(steps, now - self._turned_at)
-        self._turned_at, self.link.stall_seconds = now, self.speed.stall_seconds
-        self.tokens_per_step = averaged(self.tokens_per_step, tokens / steps, SMOOTHING)
+        self._turned_at, self.link.heartbeats.stall_seconds = now, self.speed.stall_seconds
+        self.tokens_per_step = averaged(self.tokens_per_step, tokens / steps)
         if loss is not None:
             self.losses.add(loss)
 
@@ -202,9 +190,9 @@ class Participant:
             raise self.link.pumps.failure
         self._require_finite_loss()
         self.require_sound()
-        self.run_steps = self.link.run_steps
+        self.run_steps = self.link.heartbeats.run_steps
         self._process_news()
-        blocked = self.link.channels.blocked_shards()  # a longer queue stretches the interval
+        blocked = self.link.blocked_shards  # a longer queue stretches the interval
         while (number := self.ledger.due(blocked)) is not None:
             self._send(number, farewell=False)
         if self._is_check_due() and (found := self.parameters.not_finite()):
@@ -225,8 +213,8 @@ class Participant:
                     self._marker = number
                 case _:
                     self.ledger.heard(event)
-        if news.lost_ranges and self._ranges is not None:
-            self._ranges.forget(news.lost_ranges)
+        if self._ranges is not None and (lost := self.link.leases.take_lost()):
+            self._ranges.forget(lost)
         for who in news.asked_by:
             self._hand_over(who)
         self._arrivals |= {arrival.snapshot.fragment: arrival for arrival in news.arrivals}
@@ -245,9 +233,9 @@ class Participant:
 
     def require_sound(self) -> None:
         """Raise the error that names a tensor, if a contribution was not sent because it was not finite."""
-        if self.link.channels.unsound:
+        if self.link.unsound:
             found = self.parameters.not_finite() if self.parameters.are_there() else []
-            raise not_finite(found, self.manifest.fragments[self.link.channels.unsound[0]])
+            raise not_finite(found, self.manifest.fragments[self.link.unsound[0]])
 
     def _is_check_due(self) -> bool:
         """Return whether nothing was sent for an interval, as without a merger. What is sent is checked then."""
@@ -282,7 +270,7 @@ class Participant:
         p = self.manifest.fragment_of(number)
         count = self.ledger.counts[p]
         shard, name = self.manifest.shard_layout.shard_of(number), self._codec(p)
-        self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval, SMOOTHING)
+        self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval)
         header = Contribution(
             island=self.name,
             incarnation=self.incarnation,
@@ -302,7 +290,7 @@ class Participant:
             data=self.positions,
         )
         parts = self._replica.measure(p, self.parameters.named(), name)
-        self.link.send(Draft(header, parts, self.manifest.sizes[p], is_sound))
+        self.link.send(Draft(header, parts, self.manifest.sizes[p]))
         self._sequences[shard] += 1
         self.ledger.sent(number)
 
@@ -328,9 +316,45 @@ class Participant:
         if state == "training" and not self._has_joined:
             self._has_joined = True
             where = f"after round {self.ledger.closed} on {self.host.device}"
-            self.link.note("joined", f"{where}, optimiser state: {self.optimizer_origin}")
-        if self.link.wants_beat(state):
-            self.link.beat(heartbeat(self, state))
+            self.link.heartbeats.note("joined", f"{where}, optimiser state: {self.optimizer_origin}")
+        if self.link.heartbeats.wants(state):
+            self.link.beat(self._heartbeat(state))
+
+    def _heartbeat(self, state: str) -> Heartbeat:
+        link, ledger, uplink, seconds = self.link, self.ledger, self.link.uplink, self.speed.step_seconds
+        memory = self.host.memory.newest()
+        unserved = "no merger serves the run" if link.heartbeats.serving.is_served is False else ""
+        return replace(
+            link.heartbeats.first,
+            state=state,
+            device=self.host.device,
+            steps=self.totals.steps,
+            global_step=ledger.global_step,
+            tokens=self.totals.tokens,
+            tokens_per_second=self.tokens_per_step / seconds if seconds else 0.0,
+            step_seconds=seconds,
+            loss=self.losses.mean,
+            staleness=ledger.staleness,
+            backlog=link.backlog,
+            sent=uplink.contributions,
+            refused=ledger.refused,
+            last_refusal=ledger.last_refusal,
+            bytes_up=uplink.bytes_up,
+            bytes_down=uplink.bytes_down,
+            link=link.pumps.trouble or unserved or uplink.in_words(self.stretch) or "ok",
+            data=self.positions,
+            optimizer_origin=self.optimizer_origin,
+            uplink_bytes_per_second=1.0 / uplink.seconds_a_byte if uplink.seconds_a_byte else math.nan,
+            downlink_bytes_per_second=1.0 / uplink.down_seconds_a_byte if uplink.down_seconds_a_byte else math.nan,
+            ignored=uplink.ignored,
+            unreadable=link.unreadable,
+            tokens_unsent=(ledger.unsent_tokens + link.queued_tokens) // len(ledger.counts),
+            memory_bytes=memory.process,
+            host_memory_bytes=memory.host,
+            host_memory_limit_bytes=memory.host_limit,
+            device_memory_bytes=memory.device,
+            device_memory_limit_bytes=memory.device_limit,
+        )
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -344,8 +368,8 @@ class Participant:
         if state == "left" and self.must_leave:
             log.warning("leaves: %s", self.leave_reason()[1])
         if not self.leave(state):
-            log.warning("the broker did not take %s contributions", self.link.channels.backlog)
-        return "replaced" if self.link.is_replaced else state
+            log.warning("the broker did not take %s contributions", self.link.backlog)
+        return "replaced" if self.link.heartbeats.is_replaced else state
 
     def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
         """Send all progress and announce the departure. Return whether the broker received everything.
@@ -354,7 +378,7 @@ class Participant:
         parameters have them when a script goes on. An island whose name was taken over only writes a note, because its
         heartbeats are those of another process.
         """
-        is_replaced, is_sent = self.link.is_replaced, True
+        is_replaced, is_sent = self.link.heartbeats.is_replaced, True
         if not is_replaced:
             self.beat("leaving")
             for number in self.ledger.farewells():
@@ -372,17 +396,17 @@ class Participant:
                 "the last %s contributions of this island are not merged yet, so the run's parameters lack them. Redis "
                 "keeps them for its merger", left, extra={"code": "island.not-merged"},
             )  # fmt: skip
-        log.info("each fragment had %.1f syncs", syncs := self.link.channels.heard_round / len(self.ledger.counts))
+        log.info("each fragment had %.1f syncs", syncs := self.link.heard_round / len(self.ledger.counts))
         warn_of_few_syncs(log, syncs)
 
     def leave_reason(self) -> tuple[str, str]:
         """Return why the island leaves, as a note's kind and text."""
-        if self.link.is_replaced:
+        if self.link.heartbeats.is_replaced:
             return "replaced", "a newer process has this island's name"
         if self.finished:
             return "left", "the run is at its end"
         kinds = {DRAIN: "drained", EXPEL: "expelled"}
-        request = self.link.operator_request
+        request = self.link.heartbeats.request
         if request in kinds:
             return kinds[request], IN_WORDS[request]
         if self.is_stranded:
@@ -394,6 +418,6 @@ class Participant:
 
     def give_up(self, kind: str, reason: str, state: str = "left", seconds: float = FAREWELL_SECONDS) -> bool:
         """Announce the departure with a note of that kind, without sending any progress. Return whether it was sent."""
-        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
+        self.link.heartbeats.note(kind, f"after {self.totals.steps:,} steps: {reason}")
         self.beat(state)  # wakes the thread that sends the note
         return self.link.drain(seconds)

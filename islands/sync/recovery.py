@@ -12,9 +12,11 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +29,7 @@ from archipelago.broker.messages import Handover
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest, is_digest
-from archipelago.islands.sync.heartbeat import Totals
+from archipelago.islands.sync.measures import Totals
 
 if TYPE_CHECKING:
     from archipelago.islands.sync.participant import Participant
@@ -209,6 +211,56 @@ def adam_ratio(beta1: float, beta2: float) -> float:
 def peers(presences: list[Presence], name: str) -> list[str]:
     """Return the islands that could answer a newcomer of that name."""
     return [p.heartbeat.island for p in presences if p.is_training and p.heartbeat.island != name]
+
+
+#: An island hands its optimiser state over to this many newcomers at a time. Each copy takes memory of the device.
+HANDOVERS_AT_ONCE = 2
+#: How many newcomers are remembered as answered.
+ANSWERED_KEPT = 4096
+
+
+class Giver:
+    """Hands the inner optimiser state of an island over to newcomers who ask for it.
+
+    Attributes:
+        is_willing: Whether the island has such a state to give.
+    """
+
+    def __init__(self, transport: IslandTransport, who: str) -> None:
+        """Create a giver; `who` is the island and its incarnation."""
+        self._broker, self._who = transport.island, who
+        self.is_willing = True
+        self._states: deque[StateForPeer] = deque()
+        self._asked_by: deque[str] = deque()
+        self._answered: dict[str, None] = {}  # newcomers, in order; a flood of repeated requests gets one answer each
+
+    def take(self) -> list[str]:
+        """Return the newcomers since the last call to whom this island has promised its state."""
+        return [self._asked_by.popleft() for _ in range(len(self._asked_by))]
+
+    def hand_over(self, state: StateForPeer) -> None:
+        """Queue a state for a newcomer."""
+        self._states.append(state)
+
+    def offer(self) -> None:
+        """Look for newcomers, and promise to answer some of them."""
+        room = HANDOVERS_AT_ONCE - len(self._asked_by) - len(self._states)
+        if room <= 0:
+            return
+        found = self._broker.open_requests(self._who)
+        for who in islice((who for who in found if who != self._who and who not in self._answered), room):
+            if self._broker.promise_answer(who, self._who):
+                self._answered[who] = None
+                self._asked_by.append(who)
+        while len(self._answered) > ANSWERED_KEPT:
+            del self._answered[next(iter(self._answered))]
+
+    def pump(self) -> None:
+        """Send the queued states."""
+        while self._states:
+            state = self._states[0]
+            self._broker.hand_over(state.who, *encode(state, self._who))
+            self._states.popleft()
 
 
 #: The largest total that an island takes over from its last heartbeat.

@@ -38,7 +38,7 @@ from archipelago.islands.sync.arrays import (
     to_sharding,
     unflatten,
 )
-from archipelago.islands.sync.connection.uplink import SMALL_BYTES
+from archipelago.islands.sync.measures import SMALL_BYTES
 from archipelago.islands.sync.sharded_encoding import split_measure
 
 #: From a fragment's reference and its tensors to the codec's parts and the next reference.

@@ -15,8 +15,8 @@ from archipelago.broker.process import Patience, connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.adoption import AnyReplica
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.membership import Membership, island_name
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess

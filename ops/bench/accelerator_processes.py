@@ -149,7 +149,7 @@ def sync_and_not(
         largest=max(island.manifest.sizes),
         on=[on for on, _ in turns],
         off=[off for _, off in turns],
-        held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.channels[0].inbox.snapshots.held.values()),
+        held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.channels[0].inbox.held.values()),
     )
     island.link.pumps.stop()
     pipe.send(found)

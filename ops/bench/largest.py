@@ -203,14 +203,14 @@ def _part_rows(fleet: WireIslands, fragments: int) -> list[dict[str, Any]]:
 
 
 def _byte_rows(fleet: WireIslands, memory: PeakMemory, predicted: Predicted) -> list[dict[str, Any]]:
-    need, channels = predicted.cycle, [island.link.channels for island in fleet.islands]
-    up, down = sum(each.bytes_up for each in channels), sum(each.bytes_down for each in channels)
+    need, uplinks = predicted.cycle, [island.link.uplink for island in fleet.islands]
+    up, down = sum(each.bytes_up for each in uplinks), sum(each.bytes_down for each in uplinks)
     merger = max(memory.peaks["first merger"], memory.peaks["second merger"])
     return [
         row(what, 1e-9 * measured, 1e-9 * expected, unit="GB")
         for what, measured, expected in (
-            ("bytes up, all islands", up, len(channels) * need.bytes_up),
-            ("bytes down, all islands", down, len(channels) * need.bytes_down),
+            ("bytes up, all islands", up, len(uplinks) * need.bytes_up),
+            ("bytes down, all islands", down, len(uplinks) * need.bytes_down),
             ("peak memory: merger", merger, need.merger_bytes),
             ("peak memory: Redis", memory.peaks["Redis"], need.redis_first_bytes),
             ("peak memory: islands' process", memory.peaks["islands"], predicted.islands_bytes),

@@ -21,9 +21,9 @@ from archipelago.broker.messages import Contribution, Refusal, Resume, Snapshot
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.replica import Replica
 from archipelago.ops.bench.harness import INCARNATION, Spent, cpu_seconds, first_version, heartbeat_of, manifest_of
 
@@ -168,15 +168,15 @@ class WireIsland:
         """Publish this island's contribution to fragment `p`."""
         parts = self._replica.measure(0, self._params)
         self.link.send(Draft(self._header(p), parts, self.first_N.size))
-        self.link.pump_send()
+        self.link.channels[0].outbox.pump()
 
     def adopt(self, p: int) -> None:
         """Fetch the new version of fragment `p` as a difference, and adopt it."""
-        snapshots = self.link.channels[0].inbox.snapshots
-        snapshots.held[p] = _version_0(self._manifest, p, self.first_N)
+        held = self.link.channels[0].inbox.held
+        held[p] = _version_0(self._manifest, p, self.first_N)
         self.link.pump_receive()
         (self.arrival,) = self.link.take().arrivals
-        snapshots.held.pop(p)
+        held.pop(p)
         for x_N in self._replica.adopt(0, self._params, self.arrival.params_N).values():
             x_N.block_until_ready()
 

@@ -214,8 +214,8 @@ def _train(pipe: Connection, url: str, name: str, size: SyncSize) -> None:
 def _synced(island: Island) -> Counts:
     """Publish all fragments, and pass step boundaries until the merged version of each is adopted."""
     goal = [count.version + 1 for count in island.ledger.counts]
-    channels = island.link.channels
-    before, began = channels.bytes_up + channels.bytes_down, time.monotonic()
+    uplink = island.link.uplink
+    before, began = uplink.bytes_up + uplink.bytes_down, time.monotonic()
 
     def adopted() -> bool:
         island.boundary()
@@ -223,7 +223,7 @@ def _synced(island: Island) -> Counts:
 
     wait_until(adopted, "merged version of all fragments", PATIENCE_SECONDS, POLL_SECONDS)
     jax.block_until_ready((island.inner.params, island.computation.replica.references))  # type: ignore[no-untyped-call]
-    return Counts(began, time.monotonic(), channels.bytes_up + channels.bytes_down - before)
+    return Counts(began, time.monotonic(), uplink.bytes_up + uplink.bytes_down - before)
 
 
 def stand_in(

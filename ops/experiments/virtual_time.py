@@ -22,8 +22,8 @@ from archipelago.broker.transport import (
 )
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.data.batches import Supply
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import first_snapshots
@@ -249,15 +249,15 @@ class VirtualRun:
             return
         link.pump_receive()
         link.pump_heartbeat()
-        link.pump_handovers()
-        if link.channels.backlog and island not in self._on_its_way:
+        link.giver.pump()
+        if link.backlog and island not in self._on_its_way:
             self._on_its_way.add(island)
             self._plan(self.clock.now + seconds, island, self._arrive)
 
     def _arrive(self, island: Island) -> None:
         self._on_its_way.discard(island)
         for channel in island.link.channels:
-            if len(channel.outbox):
+            if channel.outbox.queued:
                 channel.outbox.send_oldest()
         self.turn()
         self._exchange(island)

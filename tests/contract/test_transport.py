@@ -104,14 +104,14 @@ def test_a_run_without_its_manifest_can_be_created_again(
 @everywhere
 def test_only_one_merger_holds_the_lease(transport: Transport, connections: Connect, epoch: int) -> None:
     other = connections()
-    assert other.reader.is_served()
+    assert other.reader.is_served() and other.island.heartbeat(samples.heartbeat())
     assert other.merger.acquire("second", 10.0) is None
     assert other.merger.acquire("second", 60.0, {"living"}.__contains__) is None
     assert other.merger.acquire("second", 60.0, {"merger"}.__contains__) == epoch + 1
     assert other.merger.acquire("third", 60.0, {"merger"}.__contains__) is None
     other.merger.renew(epoch + 1, "second", 10.0)
     other.merger.release(epoch + 1)
-    assert not other.reader.is_served()
+    assert not other.reader.is_served() and not other.island.heartbeat(samples.heartbeat())
     assert connections().merger.acquire("third", 10.0) == epoch + 2
 
 
@@ -273,11 +273,11 @@ def test_operator_controls_are_changed_together_and_heard_with_heartbeats(
     transport.reader.steer({"outer.learning_rate": "0.25", "merging": "", "island.a": "drain"})
     assert other.reader.control() == {"outer.learning_rate": "0.25", "island.a": "drain"}
     transport.reader.steer({"outer.learning_rate": "", "island.a": ""})
-    assert other.reader.control() == transport.island.heartbeat(samples.heartbeat("a")) == {}
+    assert other.reader.control() == transport.island.look_around("a", None).requests == {}
     transport.reader.steer({})
     transport.reader.steer({"island.a": "drain", "island.b": "expel", "merging": "paused", "inner.steps": "9"})
     for island, request in (("a", {"island.a": "drain"}), ("b", {"island.b": "expel"}), ("c", {})):
-        assert transport.island.heartbeat(samples.heartbeat(island)) == {**request, "inner.steps": "9"}, island
+        assert transport.island.look_around(island, None).requests == {**request, "inner.steps": "9"}, island
 
 
 # -- restoring -----------------------------------------------------------------------------------------------------

@@ -133,15 +133,16 @@ def test_one_island_at_a_time_holds_the_lease_on_evaluating(transport: Transport
 def test_the_newest_claim_to_a_name_counts(transport: Transport, connections: Connect) -> None:
     other = connections()
     older = transport.island.claim_name("a", "x")
-    assert transport.island.confirm_name("a", older) == older
+    around = transport.island.look_around("a", older)
+    assert (around.claim, around.uid) == (older, transport.reader.uid())
     newer = other.island.claim_name("a", "y")
     assert newer > older
-    assert transport.island.confirm_name("a", older) == newer
-    assert other.island.confirm_name("a", newer) == newer
+    assert transport.island.look_around("a", older).claim == newer
+    assert other.island.look_around("a", newer).claim == newer
     assert transport.island.claim_name("b", "x").incarnation == "x"
     lost = newer._replace(generation=newer.generation + 5)  # as after a restart that lost this claim
-    assert other.island.confirm_name("a", lost) == lost
-    assert transport.island.confirm_name("a", newer) == lost
+    assert other.island.look_around("a", lost).claim == lost
+    assert transport.island.look_around("a", newer).claim == lost
 
 
 def test_a_live_island_that_asks_is_promised_one_answer(transport: Transport, connections: Connect) -> None:

@@ -61,7 +61,7 @@ def test_a_run_begins_from_its_exact_parameters() -> None:
 def require_published(run: VirtualRun) -> None:
     """Fail unless islands hold the bits that the merger has published."""
     for island in run.islands.values():
-        for p, arrival in island.link.channels[0].inbox.snapshots.held.items():
+        for p, arrival in island.link.channels[0].inbox.held.items():
             snapshot, params_N, _ = newest(run.transport.reader, run.manifest, p)
             if arrival.snapshot.version == snapshot.version:
                 assert arrival.params_N.tobytes() == params_N.tobytes()
@@ -109,7 +109,7 @@ def test_a_missing_or_hostile_difference_is_replaced_by_a_full_snapshot() -> Non
     """The island trains on. Hostile differences have the announced size, so that only their bytes are wrong."""
     run = DownlinkRun(work(CONFIG), [1.0])
     run.advance_until(lambda: closed(run)[0] >= 8)
-    body, held = codec("int4").encoded_size(run.manifest.sizes[0]), run.islands["island-0"].link.channels[0].inbox
+    body, found = codec("int4").encoded_size(run.manifest.sizes[0]), run.islands["island-0"].link.channels[0].inbox.held
     changes: tuple[Callable[[bytes], bytes | None], ...] = (
         lambda payload: None,
         lambda payload: b"nonsense",
@@ -124,7 +124,6 @@ def test_a_missing_or_hostile_difference_is_replaced_by_a_full_snapshot() -> Non
         def have_arrived(wanted: list[int] = wanted) -> bool:
             for p in range(len(wanted)):
                 compact_now(run.merger, p)
-            found = held.snapshots.held
             return all(p in found and found[p].snapshot.version >= version for p, version in enumerate(wanted))
 
         run.advance_until(have_arrived)

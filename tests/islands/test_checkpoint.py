@@ -16,7 +16,7 @@ import pytest
 
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.islands.checkpoint import FILE, IslandStore, OwnState, taken
-from archipelago.islands.sync.heartbeat import Totals
+from archipelago.islands.sync.measures import Totals
 from archipelago.islands.worker import Island
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.harness import tiny

@@ -25,7 +25,7 @@ from archipelago.islands.evaluation import (
     published,
 )
 from archipelago.islands.models.registry import Model, Params
-from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness import tiny
@@ -75,7 +75,7 @@ def of(
 ) -> Evaluator:
     return Evaluator(
         run.transport, run.manifest, island.link.who, evaluates or evaluation(),
-        arrivals or island.link.channels.all_held, EVERY_SECONDS,
+        arrivals or island.link.all_held, EVERY_SECONDS,
         clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,
     )  # fmt: skip
 

@@ -50,8 +50,8 @@ def test_a_training_island_exports_all_metrics() -> None:
     shown = scraped(island)
     assert shown["steps_total"] == 9
     assert shown["tokens_total"] == island.totals.tokens > 0
-    assert shown["sent_contributions_total"] == island.link.channels[0].outbox.sent > 0
-    assert shown["sent_bytes_total"] == island.link.channels[0].outbox.bytes_up > 0
+    assert shown["sent_contributions_total"] == island.link.uplink.contributions > 0
+    assert shown["sent_bytes_total"] == island.link.uplink.bytes_up > 0
     assert shown["link_up"] == 1
-    run.clock.now = island.link.channels[0].inbox.arrived_at + 7.0
+    run.clock.now = island.link.uplink.arrived_at + 7.0
     assert scraped(island)["snapshot_age_seconds"] == 7.0

@@ -98,10 +98,10 @@ def test_a_finished_run_that_is_extended_goes_on() -> None:
     run.play(island, 5)
     assert [*finished, island.finished] == [False, True]
     newcomer = run.island("b")
-    assert (newcomer.link.run_steps, newcomer.finished) == (9, False)
+    assert (newcomer.link.heartbeats.run_steps, newcomer.finished) == (9, False)
     for value, steps in (("", 4), ("many", 4), ("0", 4), ("1e3", 4), ("9" * 60, 4)):
         steered(run, island, {STEPS: value})
-        assert island.link.run_steps == steps, "an invalid length changes nothing"
+        assert island.link.heartbeats.run_steps == steps, "an invalid length changes nothing"
 
 
 def test_an_extended_run_has_the_learning_rate_of_a_run_of_that_length() -> None:

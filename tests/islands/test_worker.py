@@ -15,9 +15,9 @@ from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.outbox import Draft
-from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.leaving import leave_after
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
+from archipelago.islands.sync.measures import Uplink
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.harness import tiny

@@ -92,7 +92,7 @@ def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixt
     assert "corpus" not in {finding["subject"] for finding in printed(capsys)["findings"]}
     assert steer(SteerOptions(changes=("inner.steps=2000",), url=served.url, run="own")) == 0
     served.island.link.pump()
-    assert served.island.link.run_steps == 2000
+    assert served.island.link.heartbeats.run_steps == 2000
 
 
 def test_a_run_with_frozen_tensors_says_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import archipelago.islands.computation
 import archipelago.islands.data.batches
 import archipelago.islands.data.ranges
 import archipelago.islands.sync.arrays
-import archipelago.islands.sync.heartbeat
+import archipelago.islands.sync.connection.heartbeats
 import archipelago.islands.sync.replica
 import archipelago.islands.worker
 import archipelago.merger.merge_rules
@@ -83,7 +83,7 @@ def install() -> None:
     uncompiled = SimpleNamespace(jit=lambda f: f, tree=jax.tree, tree_util=jax.tree_util)
     _replace(archipelago.merger.outer, jax=uncompiled, build=_outer, _on_cpu=lambda tree: tree)
     _replace(archipelago.islands.computation, begin=_begin)
-    _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
+    _replace(archipelago.islands.sync.connection.heartbeats, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
         archipelago.islands.data.batches, windows=cache(archipelago.islands.data.ranges.windows)

@@ -15,7 +15,7 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.islands.checkpoint import IslandStore, OwnState
-from archipelago.islands.sync.heartbeat import Totals
+from archipelago.islands.sync.measures import Totals
 from archipelago.islands.sync.participant import Participant
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.record import Recorder, Round

@@ -425,7 +425,7 @@ class Invariants:
     def unresolved(self) -> set[str]:
         """Return what islands have sent to the shard and not yet seen resolved."""
         return {
-            identity
+            sent.identity
             for process in self.simulation.islands
-            for identity in process.island.link.channels[self.shard].outbox._unresolved
+            for sent in process.island.link.channels[self.shard].outbox._undecided()
         }

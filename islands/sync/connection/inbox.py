@@ -1,9 +1,6 @@
-"""The inbox of an island: announcements of the merger in order, and the snapshots that they announce.
+"""The inbox of an island: announcements of one shard's merger in order, and the snapshots that they announce.
 
-An announcement is only a hint: a damaged or forged one must neither end an island nor make it ignore the honest ones
-that follow. `fault_in` compares it with the manifest. `judged` compares its round with the rounds before it. Rounds
-close in order, so an island believes the next round at once. It believes any other round only as far as the hashes of
-the fragments confirm it, which a merger writes in the same step as the announcement.
+Snapshots are downloaded as differences against what the island holds, or in full.
 """
 
 from __future__ import annotations
@@ -13,19 +10,27 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Call, Event, Marker, Refusal, Resume, Snapshot
+from archipelago.broker.messages import Event, Refusal, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import IslandTransport
+from archipelago.broker.wire import digest_of, newest, onto
+from archipelago.islands.sync.connection.checks import (
+    Heads,
+    believable_step,
+    differences_after,
+    fault_in,
+    judged,
+    last_round,
+    require_same_run,
+)
 from archipelago.islands.sync.connection.outbox import Outbox
-from archipelago.islands.sync.connection.snapshots import Arrival, Heads, Snapshots, snapshot_fault
-from archipelago.islands.sync.connection.uplink import Uplink
-from archipelago.islands.sync.connection.watch import require_same_run
+from archipelago.islands.sync.measures import Uplink
 
 EVENTS_AT_ONCE = 256
 #: How often an island looks whether what it waits for still lies in its stream. Someone may have deleted it there.
@@ -34,15 +39,33 @@ LOST_SECONDS = 10.0
 EVENTS_KEPT = 4096
 #: How often an island looks whether another server answers.
 INSTANCE_SECONDS = 2.0
+#: How many of the newest rounds on the tape may confirm a step, so that one unreadable entry hides nothing.
+TAPE_ENTRIES = 4
 
 log = logging.getLogger(__name__)
 
 
-class Announcements:
+@dataclass(frozen=True)
+class Arrival:
+    """A snapshot that was downloaded and decoded: float32, N elements, or what a replica has prepared of it."""
+
+    snapshot: Snapshot
+    params_N: Vector
+
+
+class Inbox:
     """Announcements and snapshots of one island, received by one thread and taken by the training thread.
 
     A snapshot is handed over only after the announcements of all rounds up to its own. Announcements that no merger
     of this run can have sent are ignored.
+
+    Attributes:
+        held: The version of each fragment that differences are added to.
+        heard_round: The last closed round that this thread knows of. The ledger's own `closed` follows it, one step
+            boundary later, when the training thread takes the same events.
+        step: The largest global step that this island believes in.
+        run_steps: The length of the run in steps. No step beyond it is believed.
+        unreadable: The fragments whose newest version could not be read, which heartbeats tell the merger.
     """
 
     def __init__(
@@ -54,38 +77,36 @@ class Announcements:
             transport: Where events and fragments are read.
             manifest: The run or the shard.
             outbox: Forgets each contribution that was merged or refused.
-            uplink: Records the measured download rate.
+            uplink: Counts what arrives, and measures the download rate.
             clock: Monotonic seconds.
         """
-        self._transport = transport
-        self._manifest = manifest
-        self._fragments = manifest.own_fragments
-        self._outbox = outbox
-        self._clock = clock
-        self.snapshots = Snapshots(transport, manifest, uplink, clock, self.listen)
+        self._reader, self._manifest, self._outbox = transport.reader, manifest, outbox
+        self._uplink, self._clock = uplink, clock
+        self._fragments, self._interval = manifest.own_fragments, manifest.config.sync.interval
+        self._sends_differences = manifest.config.wire.sends_differences
         #: Brings an arrived fragment to the island's device, in this thread, so that the training thread does not wait.
         self.prepare: Callable[[int, Vector], Any] = lambda p, params_N: params_N
-        #: When the last snapshot arrived.
-        self.arrived_at = -math.inf
-        #: The last closed round that this thread knows of. The ledger's own `closed` follows it, one step boundary
-        #: later, when the training thread takes the same events.
-        self.heard_round = 0
-        #: How many announcements were ignored.
-        self.ignored = 0
-        self._faults: set[str] = set()
-        #: The fragments whose newest version could not be read, which heartbeats tell the merger.
+        self.held: dict[int, Arrival] = {}
+        self.step, self.run_steps = 0, manifest.config.inner.steps
         self.unreadable: set[int] = set()
+        self._faults: set[str] = set()
         self._heads: Heads | None = None
         self._after = START
+        # What the training thread takes.
         self._events: deque[Event] = deque()
         self._arrivals: dict[int, Arrival] = {}
+        self._announced: dict[int, dict[int, Snapshot]] = {}  # newer versions of each fragment
+        self._known: dict[int, tuple[int, str]] = {}  # version and digest of each fragment that arrived last
         self._wanted: set[int] = set()
-        self._early: dict[int, Arrival] = {}
+        self._early: dict[int, Arrival] = {}  # those whose announcements have not come
         self._must_resend, self._resent_at = False, clock()
-        self._instance = ""
-        self._looked_at = -math.inf
-        self._lock = threading.Lock()
-        self._taken = threading.Event()
+        self._instance, self._looked_at = "", -math.inf
+        self._lock, self._taken = threading.Lock(), threading.Event()
+        self.hear_of(0)
+
+    def hear_of(self, number: int) -> None:
+        """Believe that this round was closed last."""
+        self.heard_round, self._window = number, self._manifest.window_after(number)
 
     def join(self) -> list[Arrival]:
         """Fetch all fragments, and set the position in the stream so that no newer event is missed.
@@ -94,12 +115,11 @@ class Announcements:
             WireError: Some fragments cannot be read (`wire.fragment`). Another call fetches only these.
         """
         if not self._early:
-            self._instance = self._transport.reader.instance()
-            self._after = self._transport.reader.last_event()
+            self._instance, self._after = self._reader.instance(), self._reader.last_event()
         fault: WireError | None = None
         for p in (p for p in self._fragments if p not in self._early):
             try:
-                self._early[p] = self.snapshots.fetch(p)
+                self._early[p] = self._fetched_whole(p)
                 self.unreadable.discard(p)
             except WireError as error:
                 self.unreadable.add(p)
@@ -107,7 +127,7 @@ class Announcements:
         if fault is not None:
             raise fault
         arrivals, self._early = [self._early[p] for p in self._fragments], {}
-        self.heard_round = max(arrival.snapshot.round for arrival in arrivals)
+        self.hear_of(max(arrival.snapshot.round for arrival in arrivals))
         return arrivals
 
     def take(self) -> tuple[list[Event], list[Arrival]]:
@@ -118,8 +138,10 @@ class Announcements:
         self._taken.set()
         return taken
 
+    # -- events -------------------------------------------------------------------------------------------------------
+
     def pump(self, block_seconds: float = 0.0) -> None:
-        """Read events, and download the fragments that they announce.
+        """Read events, send again what was lost, and download the fragments that were announced.
 
         On a thin link a download takes longer than a round. We therefore keep reading events during downloads, because
         an island that does not know of rounds sends nothing.
@@ -128,7 +150,7 @@ class Announcements:
             UnreachableError: The broker cannot be reached.
             BrokerError, WireError: A fragment cannot be read. All others were downloaded.
         """
-        self._follow_primary()
+        self._follow_primary(self._clock())
         self.listen(0.0 if self._wanted - self._early.keys() else block_seconds)
         faults: list[BrokerError | WireError] = []
         for p in sorted(self._wanted):
@@ -142,25 +164,6 @@ class Announcements:
                 self.unreadable.add(p)
         if faults:
             raise faults[0]
-
-    def _fetch(self, p: int) -> None:
-        """Download a fragment that was announced, and hand it over unless earlier events have to come first."""
-        newest = self.snapshots.newest(p)
-        arrival = self._early.pop(p, None) or self.snapshots.download(p, self._fresh_heads)
-        if arrival is None:  # the version that was announced does not exist
-            self._wanted.discard(p)
-            self._return_to_last_round()
-            return
-        if arrival.snapshot.round > self.heard_round:
-            self._early[p] = arrival  # held until all earlier events are processed
-            return
-        self.arrived_at = self._clock()
-        prepared = replace(arrival, params_N=self.prepare(p, arrival.params_N))
-        with self._lock:
-            self._arrivals[p] = prepared
-        if self.snapshots.newest(p) <= max(newest, arrival.snapshot.version):
-            self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
-        self.listen()
 
     def listen(self, block_seconds: float = 0.0) -> None:
         """Read new events, and ignore those that no merger of this run can have sent.
@@ -179,58 +182,82 @@ class Announcements:
 
     def _read(self, block_seconds: float = 0.0) -> bool:
         """Read new events. Return whether these are all."""
-        news = self._transport.reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
+        news = self._reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         self._heads = None  # headers are read at most once for these events
         for entry, event in news:
-            self._judge(event)
+            events: tuple[Event, ...] = ()
+            fault = fault_in(event, self._manifest)
+            if not fault:
+                events, fault = judged(event, self.heard_round, self._window, self._known_heads)
+            if fault:
+                self._ignore(fault)
+            for each in events:
+                self._hear(each)
+                # The training thread needs no identities, and may take these events much later.
+                self._hand_over(replace(each, merged="") if isinstance(each, Snapshot) else each)
             self._after = entry  # last, so that an event whose handling failed is read again
         return len(news) < EVENTS_AT_ONCE
 
-    def _judge(self, event: Event) -> None:
-        fault = fault_in(event, self._manifest)
-        events: tuple[Event, ...] = ()
-        if not fault:
-            window = self._manifest.window_after(self.heard_round)
-            events, fault = judged(event, self.heard_round, window, self._known_heads)
-        if fault:
-            self._ignore(fault)
-        for each in events:
-            self._hear(each)
-            # The training thread needs no identities, and may take these events much later.
-            kept = replace(each, merged="") if isinstance(each, Snapshot) else each
-            with self._lock:
-                self._events.append(kept)
+    def _hand_over(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
 
     def _ignore(self, fault: str) -> None:
         """Count an event that is ignored, and log the first one with this fault."""
-        self.ignored += 1
+        self._uplink.ignored += 1
         if fault not in self._faults:
             log.warning("ignoring announcements: %s", fault)
         self._faults.add(fault)
 
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Snapshot(fragment=p, version=version, round=number):
+                if number > self.heard_round:
+                    self.hear_of(number)
+                self._wanted.add(p)
+                if p in self._early and self._early[p].snapshot.round < number:
+                    del self._early[p]
+                    self._known.pop(p, None)  # it was not handed over, but differences may still build on it
+                if version > self._known.get(p, (-1, ""))[0]:
+                    self._announced.setdefault(p, {})[version] = replace(event, merged="")
+                self._outbox.merged(event.identities, number)
+            case Refusal(repeat=False) | Refusal(decided=True):  # a broker that died may have lost the first refusal
+                self._outbox.refused(event.identity_text)
+            case Resume(round=number):
+                require_same_run(self._reader, self._manifest, self._reader.uid())
+                tape = self._tape_since(self._outbox.first_merged_round, number)
+                self._must_resend = True
+                self._outbox.undo(number, tape)
+                if number != self.heard_round:
+                    self._go_back(number)
+                self.hear_of(number)
+            case _:
+                pass
+
     def _known_heads(self) -> Heads:
         """Return headers of the fragments that are newer than the events in hand."""
-        self._heads = self._heads or self._transport.reader.heads()
-        return self._heads
+        return self._heads or self._fresh_heads()
 
     def _fresh_heads(self) -> Heads:
-        self._heads = self._transport.reader.heads()
+        self._heads = self._reader.heads()
         return self._heads
 
-    def _follow_primary(self) -> None:
+    # -- going back ---------------------------------------------------------------------------------------------------
+
+    def _follow_primary(self, now: float) -> None:
         """Go back to the last stored round if another server answers than before.
 
         It may lack what the other one has acknowledged and announced. Its merger says so, too, but this island misses
         that if it has read later announcements of the other one.
         """
-        if self._clock() - self._looked_at < INSTANCE_SECONDS:
+        if now - self._looked_at < INSTANCE_SECONDS:
             return
-        instance = self._transport.reader.instance()
+        instance = self._reader.instance()
         if self._instance not in ("", instance):
             stored = last_round(self._fresh_heads())
             if stored is not None:
                 self._return_to(stored)
-        self._instance, self._looked_at = instance, self._clock()
+        self._instance, self._looked_at = instance, now
 
     def _return_to_last_round(self) -> None:
         """Go back to the last round whose snapshot is stored, if this island believed in a later one."""
@@ -243,32 +270,7 @@ class Announcements:
     def _return_to(self, number: int) -> None:
         resume = Resume(number, 0)
         self._hear(resume)
-        with self._lock:
-            self._events.append(resume)
-
-    def _hear(self, event: Event) -> None:
-        match event:
-            case Snapshot():
-                self.heard_round = max(self.heard_round, event.round)
-                self._wanted.add(event.fragment)
-                early = self._early.get(event.fragment)
-                if early is not None and early.snapshot.round < event.round:
-                    del self._early[event.fragment]
-                    self.snapshots.drop(event.fragment)
-                self.snapshots.announce(replace(event, merged=""))
-                self._outbox.resolve(event.identities, event.round)
-            case Refusal(repeat=False) | Refusal(decided=True):  # a broker that died may have lost the first refusal
-                self._outbox.resolve({event.identity_text})
-            case Resume(round=number):
-                require_same_run(self._transport.reader, self._manifest)
-                tape = self._tape_since(self._outbox.first_merged_round, number)
-                self._must_resend = True
-                self._outbox.undo(number, tape)
-                if number != self.heard_round:
-                    self._go_back(number)
-                self.heard_round = number
-            case _:
-                pass
+        self._hand_over(resume)
 
     def _tape_since(self, first_round: int | None, closed: int) -> dict[int, set[str]]:
         """Return the identities of the contributions that the tape names from that round on, by round.
@@ -280,7 +282,7 @@ class Announcements:
             return {}
         newest = max(closed, last_round(self._known_heads()) or 0)  # more may have closed since
         rounds = max(0, self._manifest.own_rounds.between(first_round - 1, newest))
-        tape = self._transport.reader.tape(rounds + self._manifest.config.sync.window)
+        tape = self._reader.tape(rounds + self._manifest.config.sync.window)
         return {entry.round: {member.identity_text for member in entry.members} for entry in tape}
 
     def _go_back(self, number: int) -> None:
@@ -289,70 +291,116 @@ class Announcements:
         The broker has lost rounds or announcements, or this island believed in rounds that have not closed.
         """
         heads = self._known_heads()  # first, because nothing may be forgotten if this fails
-        self.snapshots.announced.clear()  # the run went back, and their numbers will be used again
-        current = {p for p in self._fragments if self.snapshots.is_current(p, heads)}
+        self._announced.clear()  # the run went back, and their numbers will be used again
+        current = {p for p in self._fragments if self._is_current(p, heads)}
         with self._lock:
             later = {p for p, arrival in self._arrivals.items() if arrival.snapshot.round > number}
             changed = set(self._fragments) - current | later | self._early.keys()
             for p in changed:
                 self._arrivals.pop(p, None)
         self._early.clear()
-        for p in changed:
-            self.snapshots.forget(p)
+        for p in changed:  # they are downloaded in full
+            self.held.pop(p, None)
+            self._known.pop(p, None)
         self._wanted |= changed
 
+    def _is_current(self, p: int, heads: Heads) -> bool:
+        """Return whether the newest version of a fragment has arrived already."""
+        head = heads[p]
+        return head is not None and self._known.get(p) == (head.version, head.digest)
 
-def fault_in(event: Event, manifest: Manifest) -> str:
-    """Return why no merger of this run can have sent this event; empty if one can."""
-    match event:
-        case Call(round=number, fragment=p):
-            is_own = p == manifest.fragment_of(number) and p in manifest.own_fragments
-            return "" if is_own else "a call of a fragment that its round does not sync"
-        case Snapshot():
-            return snapshot_fault(event, manifest)
-        case _:
-            return ""
+    # -- snapshots ----------------------------------------------------------------------------------------------------
 
+    def _fetch(self, p: int) -> None:
+        """Download a fragment that was announced, and hand it over unless earlier events have to come first."""
+        newest = max(self._announced.get(p, {}), default=0)
+        arrival = self._early.pop(p, None) or self._by_differences(p)
+        if arrival is None and p in self._known and self._is_current(p, self._fresh_heads()):
+            self._announced.pop(p, None)  # the version that was announced does not exist
+            self._wanted.discard(p)
+            self._return_to_last_round()
+            return
+        arrival = arrival or self._fetched_whole(p)
+        if arrival.snapshot.round > self.heard_round:
+            self._early[p] = arrival  # held until all earlier events are processed
+            return
+        self._uplink.arrived_at = self._clock()
+        prepared = replace(arrival, params_N=self.prepare(p, arrival.params_N))
+        with self._lock:
+            self._arrivals[p] = prepared
+        if max(self._announced.get(p, {}), default=0) <= max(newest, arrival.snapshot.version):
+            self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
+        self.listen()
 
-def last_round(heads: Heads) -> int | None:
-    """Return the last round whose snapshot is stored; None if no header can be read."""
-    return max((head.round for head in heads if head is not None), default=None)
+    def _fetched_whole(self, p: int) -> Arrival:
+        """Download the newest full snapshot of a fragment and the differences after it.
 
+        Raises:
+            WireError: A payload is missing, or was not announced.
+        """
+        began = self._clock()
+        found = newest(self._reader, self._manifest, p)
+        self._uplink.received(found.bytes, began, self._clock())
+        if fault := fault_in(found.snapshot, self._manifest):
+            raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
+        return self._hold(Arrival(found.snapshot, found.params_N))
 
-def judged(
-    event: Event, heard: int, window: Sequence[int], read_heads: Callable[[], Heads]
-) -> tuple[tuple[Event, ...], str]:
-    """Return what an island does about an event without a fault, after it has heard of round `heard`.
+    def _by_differences(self, p: int) -> Arrival | None:
+        """Build the newest announced version from the held one and all differences since.
 
-    Args:
-        event: The event.
-        heard: The last closed round that the island believes in.
-        window: The rounds after it that can be open, in order.
-        read_heads: Returns headers of the fragments that were read after the event. Called only if the round is not
-            the expected one.
+        Returns None if the full snapshot is smaller, if a difference is missing, or if the result is not what the
+        other islands hold.
+        """
+        held = self.held.get(p)
+        chain = [] if held is None else differences_after(held.snapshot.version, self._announced.get(p, {}))
+        if held is None or not chain:
+            return None
+        vector_N = held.params_N
+        for snapshot in chain:
+            found_N = self._after_difference(p, snapshot, vector_N)
+            if found_N is None:
+                return None
+            vector_N = found_N
+            self.listen()
+            if self.held.get(p) is not held:
+                return None  # the run went back meanwhile
+        if digest_of(vector_N) != chain[-1].held:
+            log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
+            return None
+        return self._hold(Arrival(chain[-1], vector_N))
 
-    Returns:
-        The events to process in its place, in order, and why it is ignored, or an empty text.
-    """
-    match event:
-        case Snapshot(round=number) if number > window[0]:
-            head = read_heads()[event.fragment]
-            is_stored = head is not None and head.round >= number
-            return ((event,), "") if is_stored else ((), "a snapshot of a round that has not closed")
-        case Snapshot(round=number) if number <= heard:
-            stored = last_round(read_heads())
-            if stored is None or stored >= heard:
-                return (event,), ""
-            # The island believed in rounds that have not closed. It goes back to the last one that has.
-            found = (event,) if number <= stored else ()
-            return (Resume(stored, 0), *found), ""
-        case Call(round=number) if number > window[-1]:
-            return (), "a call of a round that cannot be open"
-        case Resume(round=number) if number != heard:
-            stored = last_round(read_heads())
-            is_possible = number <= (heard if stored is None else stored)
-            return ((event,), "") if is_possible else ((), "a return to a round that has not closed")
-        case Marker(round=number) if number > heard:
-            return (), "a checkpoint of a round that has not closed"
-        case _:
-            return (event,), ""
+    def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> Vector | None:
+        unpacking, began = onto(self._manifest, p, before_N), self._clock()
+        payload = self._reader.difference(p, snapshot.version, unpacking.arrived)
+        if payload is None or len(payload) != snapshot.difference_bytes:
+            return None
+        self._uplink.received(len(payload), began, self._clock())
+        try:
+            return unpacking.finish(payload)
+        except WireError as error:
+            log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
+            return None
+
+    def _hold(self, arrival: Arrival) -> Arrival:
+        """Remember an arrival if differences build on it, and forget the announcements up to it."""
+        snapshot = arrival.snapshot
+        p, version = snapshot.fragment, snapshot.version
+        step = believable_step(snapshot, self.step, self.run_steps, self._interval, self._newest_rounds)
+        if step < min(snapshot.step, self.run_steps):
+            log.warning("ignoring step %s of fragment %s, which the tape does not confirm", snapshot.step, p)
+        self.step = max(self.step, step)
+        arrival = Arrival(replace(snapshot, step=step), arrival.params_N)
+        if self._sends_differences:
+            self.held[p] = arrival
+        self._known[p] = (version, snapshot.digest)
+        self._announced[p] = {number: s for number, s in self._announced.get(p, {}).items() if number > version}
+        return arrival
+
+    def _newest_rounds(self) -> Sequence[TapeEntry]:
+        try:
+            return self._reader.tape(TAPE_ENTRIES)
+        except UnreachableError:
+            raise
+        except (BrokerError, WireError) as error:
+            log.warning("the tape cannot be read: %s", error.what)
+            return []

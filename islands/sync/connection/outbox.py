@@ -7,66 +7,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from archipelago.broker.codecs import Parts, body_of, codec
 from archipelago.broker.config import WireConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
-from archipelago.islands.sync.connection.uplink import Uplink
+from archipelago.islands.sync.measures import Uplink
 
 #: How many merged contributions are kept in any case. In int4, they take half the bytes of one float32 fragment.
 KEPT_MIN = 4
 #: Others are kept for this long, because a failover forgets about a second, and as long as all have few bytes.
 KEPT_SECONDS = 10.0
 KEPT_BYTES_MAX = 64 << 20
-
-
-class Merged:
-    """The newest merged contributions of one island, oldest first."""
-
-    def __init__(self) -> None:
-        self._kept: deque[tuple[int, float, SentContribution]] = deque()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def add(self, round_number: int, contribution: SentContribution, now: float) -> None:
-        """Keep a contribution that was merged in that round, and drop those that are no longer needed."""
-        self._kept.append((round_number, now, contribution))
-        self._bytes += len(contribution.payload)
-        while len(self._kept) > KEPT_MIN:
-            _, since, oldest = self._kept[0]
-            if now - since <= KEPT_SECONDS and self._bytes <= KEPT_BYTES_MAX:
-                break
-            self._kept.popleft()
-            self._bytes -= len(oldest.payload)
-
-    @property
-    def first_round(self) -> int | None:
-        """The first round that merged one of them; None if there are none."""
-        return min((number for number, _, _ in self._kept), default=None)
-
-    def undone(self, closed: int, tape: Mapping[int, Set[str]]) -> list[SentContribution]:
-        """Return the contributions that no round has merged after all, and keep them no longer.
-
-        Args:
-            closed: The last closed round.
-            tape: The contributions that the tape names, by round. A contribution of a round that it lacks stays merged.
-        """
-        named = frozenset().union(*tape.values())
-
-        def is_undone(number: int, contribution: SentContribution) -> bool:
-            return contribution.identity_text not in named and (number > closed or number in tape)
-
-        out = [contribution for number, _, contribution in self._kept if is_undone(number, contribution)]
-        self._kept = deque(each for each in self._kept if not is_undone(each[0], each[2]))
-        self._bytes = sum(len(contribution.payload) for _, _, contribution in self._kept)
-        return out
-
-
-#: The value of `SentContribution.entry` for a contribution that a broker has lost.
+#: The exponent of a bfloat16 number. All its bits are set in NaN and in infinity.
+_EXPONENT = np.uint16(0x7F80)
+#: The entry of a contribution that the broker has lost.
 LOST = "lost"
 
 
@@ -78,42 +36,51 @@ class Draft:
         header: The contribution, without the size and the digest of its payload.
         parts: The codec's arrays, still on the device.
         elements: The number of the fragment's elements.
-        is_sound: Whether the arrays may be sent, judged by the sending thread; None sends them in any case.
     """
 
     header: Contribution
     parts: Parts
     elements: int
-    is_sound: Callable[[Draft], bool] | None = None
 
-    def encoded(self, zstd_level: int) -> tuple[Contribution, bytes]:
-        """Return the contribution and its payload."""
-        payload = pack_body(body_of(self.parts), self.header.codec, self.elements, zstd_level)
-        return replace(self.header, bytes=len(payload), digest=digest(payload)), payload
+    def is_sound(self) -> bool:
+        """Return whether no value is NaN or infinite. This waits for the device.
+
+        The first array of every codec holds either the numbers themselves, as float32 or the bits of bfloat16, or the
+        scales of its blocks as the bits of bfloat16. A block with a NaN or an infinity has the scale NaN.
+        """
+        first = np.asarray(self.parts[0])
+        if first.dtype == np.uint16:
+            return not bool(np.any((first & _EXPONENT) == _EXPONENT))
+        return bool(np.all(np.isfinite(first)))
 
 
-@dataclass(frozen=True)
-class SentContribution:
-    """A contribution that the broker has or may have, kept until the merger has decided about it.
+@dataclass(eq=False)
+class Sent:
+    """A contribution that the broker has or may have.
 
     Attributes:
         contribution: The message.
+        identity: Its identity as text.
         payload: Its payload.
         entry: Its stream entry; empty until the broker has acknowledged it, `LOST` if it must be sent again.
+        merged_in: The round that merged it; None until the merger has decided.
+        merged_at: When this island heard of that.
     """
 
     contribution: Contribution
+    identity: str
     payload: bytes
-    entry: str
-
-    @property
-    def identity_text(self) -> str:
-        """The identity of the contribution."""
-        return self.contribution.identity_text
+    entry: str = ""
+    merged_in: int | None = None
+    merged_at: float = 0.0
 
 
 class Outbox:
-    """Queued and undecided contributions of one island. The training thread queues, the sending thread publishes."""
+    """Queued and sent contributions of one island. The training thread queues, the sending thread publishes.
+
+    A sent contribution is kept until the merger has refused it, and some seconds longer if it was merged, because a
+    failover may forget its round.
+    """
 
     def __init__(
         self,
@@ -132,25 +99,17 @@ class Outbox:
             clock: Monotonic seconds.
             changed: Notified each time a contribution has left the queue, or was decided about.
         """
-        self._transport = transport
-        self._wire = wire
-        self._uplink = uplink
-        self._clock = clock
+        self._transport, self._wire, self._uplink, self._clock = transport, wire, uplink, clock
         self._changed = changed
+        #: The contributions that the broker has not taken yet.
+        self.queued: deque[Draft] = deque()
         #: The fragments of drafts that were not sound. They were dropped.
         self.unsound: list[int] = []
-        self.bytes_up = 0
-        self.sent = 0
-        self._queue: deque[Draft] = deque()
-        self._unresolved: dict[str, SentContribution] = {}
-        self._merged = Merged()
-        self._encoded: tuple[Draft, Contribution, bytes] | None = None
-        self._attempted = ""  # identity of the contribution that was published last, successfully or not
+        self._encoded: tuple[Draft, Sent] | None = None
+        self._attempted: Sent | None = None  # the one that was published last, successfully or not
+        self._sent: dict[str, Sent] = {}  # by identity
+        self._merged: deque[Sent] = deque()  # those of them that were merged, in that order
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        """Return the number of contributions that the broker has not taken yet."""
-        return len(self._queue)
 
     # -- the training thread's side -----------------------------------------------------------------------------------
 
@@ -158,76 +117,65 @@ class Outbox:
         """Queue a contribution. The window bounds the queue, because an island owes nothing beyond it."""
         for part in draft.parts:
             part.copy_to_host_async()  # only the compressed arrays leave the device
-        self._queue.append(draft)
+        self.queued.append(draft)
 
     def unresolved_rounds(self) -> set[int]:
         """Return the rounds of all contributions that are queued, or sent and neither merged nor refused yet."""
-        queued = {draft.header.round for draft in list(self._queue)}  # read first, as above
+        queued = {draft.header.round for draft in list(self.queued)}  # read first, so that none is missed
         with self._lock:
-            return queued | {published.contribution.round for published in self._unresolved.values()}
+            return queued | {sent.contribution.round for sent in self._undecided()}
 
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of the contributions that the broker has not taken yet."""
-        return sum(draft.header.tokens for draft in list(self._queue))
+    def _undecided(self) -> list[Sent]:
+        return [sent for sent in self._sent.values() if sent.merged_in is None]
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Encode and publish everything queued, oldest first. A contribution whose sending fails stays queued."""
-        while self._queue:
+        while self.queued:
             self.send_oldest()
 
     def send_oldest(self) -> None:
         """Encode and publish the oldest queued contribution. It stays queued if that fails."""
-        draft = self._queue[0]
-        if draft.is_sound is not None and not draft.is_sound(draft):
+        draft = self.queued[0]
+        if not draft.is_sound():
             self.unsound.append(draft.header.fragment)
             self._dequeue()
             return
         self._require_room()
         if self._encoded is None or self._encoded[0] is not draft:
-            self._encoded = (draft, *self._encode(draft))
-        _, contribution, payload = self._encoded  # encoded once: a retry must carry the same bytes
-        is_first = self._attempted != contribution.identity_text
-        if self._begin_attempt(contribution, payload):
+            self._encoded = draft, self._encode(draft)
+        sent = self._encoded[1]  # encoded once: a retry must carry the same bytes
+        is_retry, self._attempted = self._attempted is sent, sent
+        with self._lock:  # noted first, because the merger's decision may arrive before the broker's acknowledgement
+            # A failed attempt may have reached the broker, and the merger may have decided about it since.
+            is_decided = is_retry and (sent.identity not in self._sent or sent.merged_in is not None)
+            if not is_decided:
+                self._sent[sent.identity] = sent
+        if not is_decided:
             began = self._clock()
-            entry = self._transport.island.publish(contribution, payload)
-            if is_first:  # a retry sends only what is missing, so its time says nothing about the link
-                self._uplink.sent(len(payload), began, self._clock())
-            self._acknowledge(contribution.identity_text, entry)
-        self.bytes_up += len(payload)
-        self.sent += 1
+            sent.entry = self._transport.island.publish(sent.contribution, sent.payload)
+            if not is_retry:  # a retry sends only what is missing, so its time says nothing about the link
+                self._uplink.sent(len(sent.payload), began, self._clock())
+        self._uplink.bytes_up += len(sent.payload)
+        self._uplink.contributions += 1
         self._dequeue()
 
     def _dequeue(self) -> None:
         with self._changed:
-            self._queue.popleft()
+            self.queued.popleft()
             self._changed.notify_all()
 
-    def lost(self) -> list[str]:
-        """Return the contributions that the broker does not hold. The merger may have decided about them just now."""
-        with self._lock:
-            entries = {identity: published.entry for identity, published in self._unresolved.items() if published.entry}
-        return [each for each, entry in entries.items() if entry == LOST or not self._transport.island.holds(entry)]
-
-    def resend(self, identities: Sequence[str]) -> None:
-        """Publish those of these contributions again about which the merger has not decided."""
-        for identity in identities:
-            with self._lock:
-                published = self._unresolved.get(identity)
-            if published is not None:
-                self._acknowledge(identity, self._transport.island.publish(published.contribution, published.payload))
-
-    def _encode(self, draft: Draft) -> tuple[Contribution, bytes]:
+    def _encode(self, draft: Draft) -> Sent:
         """Encode a draft, compressed if that pays on this link."""
         level = self._wire.zstd_level if self._uplink.should_pack() else 0
-        began = self._clock()
-        contribution, payload = draft.encoded(level)
+        began, header = self._clock(), draft.header
+        payload = pack_body(body_of(draft.parts), header.codec, draft.elements, level)
         if level:
-            before = codec(contribution.codec).encoded_size(draft.elements)
+            before = codec(header.codec).encoded_size(draft.elements)
             self._uplink.packed(before, len(payload), self._clock() - began)
-        return contribution, payload
+        contribution = replace(header, bytes=len(payload), digest=digest(payload))
+        return Sent(contribution, contribution.identity_text, payload)
 
     def _require_room(self) -> None:
         memory = self._transport.reader.memory()
@@ -238,34 +186,43 @@ class Outbox:
                 code="broker.full",
             )
 
-    def _begin_attempt(self, contribution: Contribution, payload: bytes) -> bool:
-        """Note a contribution before it is published, and return whether to publish it.
-
-        A failed attempt may have reached the broker. If the merger has decided about the contribution since, there is
-        nothing left to publish.
-        """
-        identity = contribution.identity_text
-        with self._lock:  # noted first, because the merger's decision may arrive before the broker's acknowledgement
-            if self._attempted == identity and identity not in self._unresolved:
-                return False
-            self._unresolved[identity] = SentContribution(contribution, payload, entry="")
-            self._attempted = identity
-            return True
-
-    def _acknowledge(self, identity: str, entry: str) -> None:
+    def lost(self) -> list[Sent]:
+        """Return the contributions that the broker does not hold. The merger may have decided about them just now."""
         with self._lock:
-            if identity in self._unresolved:
-                self._unresolved[identity] = replace(self._unresolved[identity], entry=entry)
+            found = [sent for sent in self._undecided() if sent.entry]
+        return [sent for sent in found if sent.entry == LOST or not self._transport.island.holds(sent.entry)]
+
+    def resend(self, lost: Sequence[Sent]) -> None:
+        """Publish those of these contributions again about which the merger has not decided."""
+        for sent in lost:
+            if sent.identity in self._sent and sent.merged_in is None:
+                sent.entry = self._transport.island.publish(sent.contribution, sent.payload)
 
     # -- decisions of the merger --------------------------------------------------------------------------------------
 
-    def resolve(self, identities: Set[str], merged_in: int | None = None) -> None:
-        """Forget contributions that were refused, or merged in the round `merged_in`."""
+    def refused(self, identity: str) -> None:
+        """Forget a contribution that was refused."""
         with self._lock:
-            for identity in self._unresolved.keys() & identities:
-                published = self._unresolved.pop(identity)
-                if merged_in is not None:
-                    self._merged.add(merged_in, published, self._clock())
+            if (sent := self._sent.get(identity)) is not None and sent.merged_in is None:
+                del self._sent[identity]
+        with self._changed:
+            self._changed.notify_all()
+
+    def merged(self, identities: Set[str], number: int) -> None:
+        """Note the contributions that a round has merged, and forget those that are no longer needed."""
+        with self._lock:
+            newly = [sent for sent in self._undecided() if sent.identity in identities]
+            now = self._clock() if newly else 0.0
+            for sent in newly:
+                sent.merged_in, sent.merged_at = number, now
+            self._merged += newly
+            size = sum(len(sent.payload) for sent in self._merged)
+            while len(self._merged) > KEPT_MIN:
+                oldest, newest = self._merged[0], self._merged[-1]
+                if newest.merged_at - oldest.merged_at <= KEPT_SECONDS and size <= KEPT_BYTES_MAX:
+                    break
+                size -= len(oldest.payload)
+                del self._sent[self._merged.popleft().identity]
         with self._changed:
             self._changed.notify_all()
 
@@ -273,15 +230,22 @@ class Outbox:
     def first_merged_round(self) -> int | None:
         """The first round of the merged contributions that are kept for a failover; None if there are none."""
         with self._lock:
-            return self._merged.first_round
+            return min((sent.merged_in for sent in self._merged if sent.merged_in is not None), default=None)
 
     def undo(self, closed: int, tape: Mapping[int, Set[str]]) -> None:
         """Take back the contributions that no round has merged after all, because the broker has lost their rounds.
 
-        `resend` then publishes those that it has lost, too. For the arguments, see `Merged.undone`.
+        `resend` then publishes those that it has lost, too.
+
+        Args:
+            closed: The last closed round.
+            tape: The contributions that the tape names, by round. A contribution of a round that it lacks stays merged.
         """
+        named = frozenset().union(*tape.values())
         with self._lock:
-            for published in self._merged.undone(closed, tape):
-                # The acknowledgement of its sending may not have come before the merger's decision.
-                again = published if published.entry else replace(published, entry=LOST)
-                self._unresolved[published.identity_text] = again
+            for sent in list(self._merged):
+                number = sent.merged_in or 0
+                if sent.identity not in named and (number > closed or number in tape):
+                    self._merged.remove(sent)
+                    # The acknowledgement of its sending may not have come before the merger's decision.
+                    sent.merged_in, sent.entry = None, sent.entry or LOST

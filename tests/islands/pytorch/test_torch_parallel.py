@@ -73,7 +73,7 @@ def test_all_processes_read_the_same_length_of_the_run(until: Until) -> None:
         assert run._loop is not None
         link = run._loop.link
         connect(url, "own").reader.steer({"inner.steps": "7"})
-        until(lambda: link.run_steps == 7, "the leader to hear of the change")
+        until(lambda: link.heartbeats.run_steps == 7, "the leader to hear of the change")
         assert run.steps == 10, "the others were not told yet"
         run.sync()
         assert run.steps == 7

@@ -33,7 +33,7 @@ from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.sync.adoption import AnyReplica
-from archipelago.islands.sync.heartbeat import MemoryMeter, MemoryUse
+from archipelago.islands.sync.measures import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.user_loop.new_run import first_snapshots
 from archipelago.islands.user_loop.session import Session

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
-from archipelago.islands.sync.connection.inbox import fault_in, judged
-from archipelago.islands.sync.connection.snapshots import believable_step
+from archipelago.islands.sync.connection.checks import believable_step, fault_in, judged
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness, received
 
@@ -106,17 +105,17 @@ def test_forged_announcements_stop_no_merge(harness: Harness) -> None:
     events, (arrival,) = received(link)
     assert [event.round for event in events] == [1]
     assert arrival.params_N[0] == 7.0
-    assert (link.channels[0].inbox.heard_round, link.channels[0].inbox.ignored) == (1, 5)
+    assert (link.channels[0].inbox.heard_round, link.uplink.ignored) == (1, 5)
     before = harness.faulty.calls["heads"]
     forge(harness, *(snapshot(number) for number in range(1000, 1200)))
     link.pump()
-    assert (link.channels[0].inbox.ignored, harness.faulty.calls["heads"] - before) == (205, 1), "one read for a flood"
+    assert (link.uplink.ignored, harness.faulty.calls["heads"] - before) == (205, 1), "one read for a flood"
     assert (link.pumps.failure, link.pumps.trouble) == (None, "")
 
 
 def test_an_honest_announcement_ends_the_belief_in_later_rounds(harness: Harness) -> None:
     link = harness.link()
-    link.channels[0].inbox.heard_round = 1000
+    link.channels[0].inbox.hear_of(1000)
     harness.close(1, 1.0)
     link.pump()
     events, arrivals = received(link)

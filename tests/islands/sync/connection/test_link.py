@@ -21,9 +21,9 @@ def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harnes
     later = harness.call(2)
     link.pump()
     assert received(link) == ([later], [])
-    link.beat(samples.heartbeat(bytes_down=link.channels.bytes_down))
+    link.beat(samples.heartbeat(bytes_down=link.uplink.bytes_down))
     link.pump()
-    assert link.channels.bytes_down == harness.transport.reader.counters().bytes_down
+    assert link.uplink.bytes_down == harness.transport.reader.counters().bytes_down
 
 
 def test_an_island_tells_the_mergers_what_it_cannot_read_while_it_joins(harness: Harness) -> None:
@@ -107,9 +107,9 @@ def test_a_damaged_snapshot_is_fetched_again(harness: Harness) -> None:
     assert (len(events), arrivals) == (1, [])
     link.pump_receive()
     assert arrived(link) == {1: 1.0}
-    had = link.channels.bytes_down
+    had = link.uplink.bytes_down
     link.pump_receive()
-    assert (received(link), link.channels.bytes_down) == (([], []), had)  # and only once
+    assert (received(link), link.uplink.bytes_down) == (([], []), had)  # and only once
 
 
 def test_a_snapshot_that_cannot_be_read_holds_up_no_other_one(harness: Harness) -> None:
@@ -145,13 +145,13 @@ def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(harness: Harnes
     link.beat(samples.heartbeat())
     harness.faulty.room = Memory(int(MEMORY_SHARE_MAX * 1000) + 1, 1000)
     send(link, 1, 2)
-    assert (harness.published(), link.channels.backlog) == ([], 2)
+    assert (harness.published(), link.backlog) == ([], 2)
     assert link.pumps.trouble
     assert harness.transport.reader.presences()  # everything else continues
     harness.faulty.room = Memory(int(MEMORY_SHARE_MAX * 1000), 1000)
     link.pump()
     assert harness.rounds() == [1, 2]
-    assert (link.channels.backlog, link.pumps.trouble) == (0, "")
+    assert (link.backlog, link.pumps.trouble) == (0, "")
     harness.faulty.room = Memory(1 << 60, 0)  # no limit
     send(link, 3)
-    assert link.channels.backlog == 0
+    assert link.backlog == 0

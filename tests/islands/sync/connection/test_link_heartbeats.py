@@ -7,8 +7,8 @@ import pytest
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.ranges import ReadPosition
-from archipelago.islands.sync.connection.link import FRESH_SECONDS
-from archipelago.islands.sync.connection.watch import REMIND_SECONDS
+from archipelago.islands.sync.connection.heartbeats import FRESH_SECONDS, REMIND_SECONDS
+from archipelago.islands.sync.connection.link import Link
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness, heartbeat, raising, ranges_of
 
@@ -25,11 +25,11 @@ def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
     heartbeat(link)
     harness.stored.holders[position.range] = "b/y"
     heartbeat(link)
-    assert link.take().lost_ranges == {position.range}
+    assert link.leases.take_lost() == {position.range}
     heartbeat(link)  # the loss is detected again before the island stops holding the range
     link.leases.hold([])
     heartbeat(link)
-    assert link.take().lost_ranges == frozenset()
+    assert link.leases.take_lost() == frozenset()
 
 
 def test_an_island_that_finds_no_range_skips_looks(harness: Harness) -> None:
@@ -66,7 +66,7 @@ def test_one_other_peer_that_trains_promises_an_answer_and_is_asked_once(harness
     ask(harness)
     heartbeat(links[1], "joining")
     stateless = harness.link("c/w")
-    stateless.gives_state = False
+    stateless.giver.is_willing = False
     heartbeat(stateless)
     assert stateless.take().asked_by == []
     assert [link.take().asked_by for link in links] == [[], []]
@@ -107,15 +107,15 @@ def test_a_flood_of_requests_costs_two_copies_at_a_time_and_one_for_each(harness
 
 
 def test_a_loop_of_short_steps_describes_itself_now_and_then(harness: Harness) -> None:
-    link, now = harness.link(), [100.0]
-    link.clock = lambda: now[0]
-    assert link.wants_beat("training")
+    now = [100.0]
+    link = Link(harness.transport, harness.manifest, "a/x", (), lambda: now[0])
+    assert link.heartbeats.wants("training")
     link.beat(samples.heartbeat(state="training"))
     now[0] += FRESH_SECONDS / 2
-    assert not link.wants_beat("training")
-    assert link.wants_beat("leaving")
+    assert not link.heartbeats.wants("training")
+    assert link.heartbeats.wants("leaving")
     now[0] += FRESH_SECONDS
-    assert link.wants_beat("training")
+    assert link.heartbeats.wants("training")
 
 
 # -- the name, and the merger --------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_link_writes_a_lost_claim_again(harness: Harness) -> None:
     link.beat(samples.heartbeat())
     harness.stored.names.clear()
     link.pump()
-    assert not link.is_replaced
+    assert not link.heartbeats.is_replaced
     assert harness.stored.names["a"].incarnation == "x"
 
 
@@ -134,7 +134,7 @@ def test_a_missing_merger_is_said_now_and_then_until_the_run_is_over(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = harness.link()
-    assert link.serving.is_served
+    assert link.heartbeats.serving.is_served
     harness.transport.merger.release(harness.epoch)
 
     def said() -> int:
@@ -144,8 +144,8 @@ def test_a_missing_merger_is_said_now_and_then_until_the_run_is_over(
         harness.ahead += 2 * REMIND_SECONDS
         for _ in range(2):
             heartbeat(link)
-            assert (link.serving.is_served, said()) == (False, count)
-    link.channels[0].inbox.snapshots.step = link.run_steps
+            assert (link.heartbeats.serving.is_served, said()) == (False, count)
+    link.channels[0].inbox.step = link.heartbeats.run_steps
     harness.ahead += 2 * REMIND_SECONDS
     heartbeat(link)
     assert said() == 2

@@ -121,7 +121,7 @@ def test_a_shard_that_hangs_keeps_no_heartbeat_from_the_others(sharded: Sharded,
     until(lambda: sharded.further.hanging >= 2, "a heartbeat and a look at events that hang")
     sharded.beat(3)
     until(lambda: sharded.told()[0] == 3, "another heartbeat in shard 0")
-    assert sharded.link.serving.is_served
+    assert sharded.link.heartbeats.serving.is_served
     assert sharded.told()[1] < 3
     sharded.further.unblocked.set()
     until(lambda: sharded.told() == [3, 3], "a heartbeat in the shard that answers again")
@@ -213,7 +213,7 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     at_once(lambda: steps_of(island, 100))
     assert island.totals.steps == 200
     assert island.ledger.global_step == 4  # the schedule waits for a merger, after two strides of two steps
-    assert island.link.channels.backlog == tiny.CONFIG.sync.window  # it owes nothing more until a round closes
+    assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until a round closes
     assert tiny_harness.transport.reader.counters().published == 0
     # The island has missed everything but still trains. It catches up when the link works again.
     tiny_harness.faulty.outage = None
@@ -230,7 +230,7 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     assert at_once(lambda: island.leave())
     merger.turn(0.0)
     counters = tiny_harness.transport.reader.counters()
-    assert counters.published == counters.merged == island.link.channels[0].outbox.sent >= 6
+    assert counters.published == counters.merged == island.link.uplink.contributions >= 6
     assert (counters.refused, tiny_harness.transport.reader.backlog()) == (0, 0)
     members = [member for entry in tiny_harness.transport.reader.tape(1000) for member in entry.members]
     tokens = sum(m.tokens for m in members if m.sequence < 2)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Mapping
+from typing import Any, cast
 
 import pytest
 
+from archipelago.broker.config import WireConfig
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Resume
 from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS, LOST_SECONDS
-from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged
+from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Outbox, Sent
+from archipelago.islands.sync.measures import Uplink
+from tests import samples
 from tests.islands.sync.connection.link_run import Harness, draft, raising, received, send, unresolved
 
 
@@ -124,7 +127,7 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
     link = harness.link()
     harness.faulty.after["publish"] = raising(UnreachableError("the connection broke"))
     send(link, 1, 2)
-    assert link.channels.backlog == 2
+    assert link.backlog == 2
     assert unresolved(link) == {1, 2}
     (sent,) = harness.published()
     if refused:
@@ -133,7 +136,7 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
         harness.close(1, 1.0, sent)
     link.pump_receive()
     link.pump()
-    assert (link.channels.backlog, link.channels[0].outbox.sent) == (0, 2)
+    assert (link.backlog, link.uplink.contributions) == (0, 2)
     assert harness.rounds() == [2]
     assert unresolved(link) == {2}
 
@@ -153,49 +156,53 @@ def test_only_first_attempts_measure_the_link(harness: Harness, monkeypatch: pyt
 # -- merged contributions ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class One:
-    number: int
-    payload: bytes = b"12"
+class Kept:
+    """An outbox whose contributions the test lets be merged."""
 
-    @property
-    def identity_text(self) -> str:
-        return str(self.number)
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.outbox = Outbox(cast(Any, None), WireConfig(), Uplink(), lambda: self.now, threading.Condition())
 
+    def merge(self, number: int, now: float = 0.0, payload: bytes = b"12") -> None:
+        """Let a contribution of that number be merged in the round of that number."""
+        self.now = now
+        self.outbox._sent[str(number)] = Sent(samples.contribution(round=number), str(number), payload)
+        self.outbox.merged({str(number)}, number)
 
-def numbers_of(kept: Iterable[One]) -> list[int]:
-    return [one.number for one in kept]
+    def undone(self, closed: int, tape: Mapping[int, set[str]]) -> list[int]:
+        """Take back what no round has merged, and return the numbers."""
+        before = {sent.identity for sent in self.outbox._undecided()}
+        self.outbox.undo(closed, tape)
+        return [int(sent.identity) for sent in self.outbox._undecided() if sent.identity not in before]
 
 
 def test_all_rounds_of_the_last_seconds_are_kept() -> None:
     """A failover may forget many rounds of a fast run."""
-    kept: Any = Merged()
-    assert Merged().first_round is None
-    for number in range(1000):
-        kept.add(number, One(number), 0.01 * number)
-    assert kept.first_round == 0
-    on_tape = {number: {str(number)} for number in range(500)}
-    assert numbers_of(kept.undone(499, on_tape)) == list(range(500, 1000))
-    assert kept.undone(499, on_tape) == []
-    kept.add(500, One(500), KEPT_SECONDS + 4.005)
-    assert numbers_of(kept.undone(-1, {})) == list(range(401, 501))
+    kept = Kept()
+    for number in range(1, 1001):
+        kept.merge(number, 0.01 * number)
+    assert kept.outbox.first_merged_round == 1
+    on_tape = {number: {str(number)} for number in range(501)}
+    assert kept.undone(500, on_tape) == list(range(501, 1001))
+    assert kept.undone(500, on_tape) == []
+    kept.merge(1001, KEPT_SECONDS + 4.005)
+    assert kept.undone(-1, {}) == [*range(401, 501), 1001]
 
 
 def test_slow_rounds_and_large_payloads_are_kept_by_number() -> None:
-    kept: Any = Merged()
-    for number in range(20):
-        kept.add(number, One(number), KEPT_SECONDS * 2 * number)
-    assert numbers_of(kept.undone(-1, {})) == list(range(20 - KEPT_MIN, 20))
-    large = bytes(KEPT_BYTES_MAX // 8)
-    for number in range(20):
-        kept.add(number, One(number, large), 0.0)
-    assert numbers_of(kept.undone(-1, {})) == list(range(12, 20)), "more bytes are not kept"
+    kept = Kept()
+    for number in range(1, 21):
+        kept.merge(number, KEPT_SECONDS * 2 * number)
+    assert kept.undone(-1, {}) == list(range(21 - KEPT_MIN, 21))
+    for number in range(21, 41):
+        kept.merge(number, KEPT_SECONDS * 50, bytes(KEPT_BYTES_MAX // 8))
+    assert kept.undone(-1, {}) == list(range(33, 41)), "more bytes are not kept"
 
 
 def test_what_another_round_of_the_same_number_has_not_merged_is_undone() -> None:
-    kept: Any = Merged()
+    kept = Kept()
     for number in (6, 7, 8, 9, 10):
-        kept.add(number, One(number), 0.0)
+        kept.merge(number)
     # Round 7 is not on the tape any more, round 8 has merged another one, and 9 was merged earlier than before.
-    assert kept.undone(9, {6: {"6"}, 8: {"9"}, 9: {"x"}}) == [One(8), One(10)]
-    assert [kept.first_round, len(kept)] == [6, 3]
+    assert kept.undone(9, {6: {"6"}, 8: {"9"}, 9: {"x"}}) == [8, 10]
+    assert kept.outbox.first_merged_round == 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from archipelago.islands.sync.connection.uplink import SMALL_BYTES, TRY_EVERY, Uplink
+from archipelago.islands.sync.measures import SMALL_BYTES, TRY_EVERY, Uplink
 
 
 class Played:

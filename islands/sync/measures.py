@@ -1,0 +1,333 @@
+"""What an island measures of itself: its speed, losses, totals and memory, and what its link carries.
+
+Rates and shares are moving averages. From those of the link follows what to send on a slow one: fewer bytes first, then
+longer intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+
+from archipelago.broker.messages import COUNT_MAX
+
+SMOOTHING = 0.9
+
+
+def averaged(mean: float, sample: float, smoothing: float = SMOOTHING) -> float:
+    """Return an exponential moving average after one more sample. A mean of 0 means that there was no sample yet."""
+    return smoothing * mean + (1.0 - smoothing) * sample if mean else sample
+
+
+# -- the loop -----------------------------------------------------------------------------------------------------
+
+#: The most losses that are kept. They are removed when a contribution is sent, and without rounds none is sent.
+LOSSES_KEPT = 256
+
+
+#: A loop that does not sync for this long is not waited for, unless its calls usually take so long.
+STALL_SECONDS = 60.0
+#: A loop whose calls are far apart has not stopped before this many of them.
+STALL_CALLS = 20
+
+
+@dataclass
+class Speed:
+    """Moving averages of the seconds that an inner step takes, and that are between two calls without pauses."""
+
+    step_seconds: float = 0.0
+    call_seconds: float = 0.0
+    _long_call: tuple[int, float] = (1, 0.0)  # the steps and seconds of the last call, if it was a long one
+
+    def called(self, steps: int, seconds: float) -> None:
+        """Note the time of a call. A pause says nothing about the speed, but a loop whose calls are all long has one.
+
+        A long call counts if the one before it was long as well, and then as the faster of both, because the first step
+        of a loop compiles.
+        """
+        before, self._long_call = self._long_call, (steps, seconds if seconds > STALL_SECONDS else 0.0)
+        if self._long_call[1]:
+            if not before[1]:
+                return
+            steps, seconds = min(before, self._long_call, key=lambda call: call[1] / call[0])
+        self.step_seconds = averaged(self.step_seconds, seconds / steps)
+        self.call_seconds = averaged(self.call_seconds, seconds)
+
+    @property
+    def stall_seconds(self) -> float:
+        """A loop that does not sync for so long has stopped."""
+        return max(STALL_SECONDS, STALL_CALLS * self.call_seconds)
+
+
+@dataclass
+class Losses:
+    """The losses of the inner steps since the last contribution.
+
+    Attributes:
+        mean: The mean loss that was taken last; NaN if it was not finite, or before the first one.
+        diverged: How many of the newest losses in a row were not finite.
+    """
+
+    mean: float = math.nan
+    diverged: int = 0
+    _pending: deque[Any] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
+    _known: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
+
+    def add(self, losses_n: Any) -> None:
+        """Add the losses of n steps: a number, or an array of any framework that numpy can read."""
+        self._pending.append(losses_n)
+
+    def read(self) -> None:
+        """Read what was added. Losses that a device still computes wait, so that the training thread need not."""
+        while self._pending and _is_ready(self._pending[0]):  # a device computes them in order
+            losses_n = self._pending.popleft()
+            loss = float(losses_n if isinstance(losses_n, int | float) else np.mean(np.asarray(losses_n)))
+            self.diverged = 0 if math.isfinite(loss) else self.diverged + 1
+            self._known.append(loss)
+
+    def take_mean(self) -> float:
+        """Return the mean loss of the steps since the last call, or the last mean if there were none."""
+        self.read()
+        if self._known:
+            mean = float(np.mean(self._known))
+            self.mean = mean if math.isfinite(mean) else math.nan  # messages carry no infinite numbers
+            self._known.clear()
+        return self.mean
+
+
+def _is_ready(losses: Any) -> bool:
+    """Return whether a value can be read without waiting for a device."""
+    asked = getattr(losses, "is_ready", None)
+    return asked is None or bool(asked())
+
+
+@dataclass
+class Totals:
+    """Inner steps and tokens of an island over all its incarnations."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+#: Seconds for which a measurement is reported again.
+FRESH_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes in use, and the limits; 0 where the machine does not report them.
+
+    Attributes:
+        process: Resident memory of this process.
+        host: Memory in use on the host, by all processes.
+        device: Memory in use on this process's devices, by this process.
+    """
+
+    process: int = 0
+    host: int = 0
+    host_limit: int = 0
+    device: int = 0
+    device_limit: int = 0
+
+
+def measured(devices: Sequence[Any] = ()) -> MemoryUse:
+    """Measure the memory in use now. A machine that does not report some of it gives 0.
+
+    Args:
+        devices: The accelerators of this process. Each has `memory_stats`, as JAX's devices do.
+    """
+    try:
+        process, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
+        used, limit = host.total - host.available, host.total
+    except (psutil.Error, OSError):
+        process = used = limit = 0
+    stats = [device.memory_stats() or {} for device in devices]
+    device, device_limit = (sum(int(each.get(name, 0)) for each in stats) for name in ("bytes_in_use", "bytes_limit"))
+    found = (process, used, limit, device, device_limit)
+    return MemoryUse(*(min(COUNT_MAX, max(0, value)) for value in found))
+
+
+class MemoryMeter:
+    """Measures the memory now and then, because heartbeats are prepared after every inner step."""
+
+    def __init__(self, clock: Callable[[], float], measure: Callable[[], MemoryUse] = measured) -> None:
+        self._clock, self._measure = clock, measure
+        self._due = -math.inf
+        self._newest = MemoryUse()
+
+    def newest(self) -> MemoryUse:
+        """Return a measurement that is at most a few seconds old."""
+        if (now := self._clock()) >= self._due:
+            self._newest, self._due = self._measure(), now + FRESH_SECONDS
+        return self._newest
+
+
+# -- the link -----------------------------------------------------------------------------------------------------
+
+LINK_SMOOTHING = 0.7
+#: The full codec is used again once its payloads take less than this share of the available time.
+RECOVERY_SHARE = 0.5
+#: Smaller payloads always use the full codec, because most of their time is the round trip.
+SMALL_BYTES = 64 << 10
+#: On a busy processor, any message may take a few round trips, or this long. So the time of a small payload that is
+#: shorter says nothing, except that the link is no slower.
+NOISE_ROUND_TRIPS, NOISE_SECONDS = 4.0, 0.05
+#: A transfer that is this much slower than the average counts only if the next one is slow too. A process, a server
+#: or a machine that was paused for some seconds says nothing about the link.
+PAUSE_FACTOR = 8.0
+#: Contributions may have more steps than the interval for other reasons than the link, such as a merger that pauses.
+#: The link is named as the reason if it carries payloads for more than this share of the time.
+BUSY_SHARE = 0.5
+#: Compression is tried again after this many payloads, to measure whether it pays.
+TRY_EVERY = 32
+
+
+@dataclass
+class BusyShare:
+    """The share of the time in which the link carries payloads one way."""
+
+    _busy: float = 0.0
+    _elapsed: float = 0.0
+    _ended: float | None = None
+
+    def add(self, seconds: float, ended: float) -> None:
+        """Add a transfer that took `seconds`. `ended` is when it ended, in monotonic seconds."""
+        if self._ended is not None:
+            self._busy = LINK_SMOOTHING * self._busy + (1.0 - LINK_SMOOTHING) * seconds
+            self._elapsed = LINK_SMOOTHING * self._elapsed + (1.0 - LINK_SMOOTHING) * (ended - self._ended)
+        self._ended = ended
+
+    @property
+    def share(self) -> float:
+        """The share; 0 before the second transfer."""
+        return self._busy / self._elapsed if self._elapsed > 0.0 else 0.0
+
+
+@dataclass
+class Uplink:
+    """Measures of one island's link to all shards. Averages are 0 before the first measurement.
+
+    Attributes:
+        seconds_a_byte: Upload time of a byte, without the round trip.
+        round_trip_seconds: Time of a message of a few bytes.
+        down_seconds_a_byte: Download time of a byte, for display only.
+        packed_share: Bytes after compression as a share of the bytes before.
+        packing_seconds_a_byte: Time that compressing a byte takes.
+        thin: Whether the codec for thin links is in use.
+        contributions: The number of contributions that were sent.
+        bytes_up: Bytes of all sent payloads.
+        bytes_down: Bytes of all downloaded payloads.
+        arrived_at: When the last snapshot arrived.
+        ignored: How many announcements were ignored.
+    """
+
+    seconds_a_byte: float = 0.0
+    round_trip_seconds: float = 0.0
+    down_seconds_a_byte: float = 0.0
+    packed_share: float = 1.0
+    packing_seconds_a_byte: float = 0.0
+    thin: bool = False
+    contributions: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    arrived_at: float = -math.inf
+    ignored: int = 0
+    _payloads: int = 0
+    _up: BusyShare = field(default_factory=BusyShare)
+    _down: BusyShare = field(default_factory=BusyShare)
+    _measured: Counter[str] = field(default_factory=Counter)
+    _doubted: set[str] = field(default_factory=set)
+
+    def sent(self, size: int, began: float, ended: float) -> None:
+        """Record the time until a payload of `size` bytes was acknowledged."""
+        self.seconds_a_byte = self._carried("up", self._up, self.seconds_a_byte, size, began, ended)
+
+    def received(self, size: int, began: float, ended: float) -> None:
+        """Record a download of `size` bytes, and the time that it took."""
+        self.bytes_down += size
+        self.down_seconds_a_byte = self._carried("down", self._down, self.down_seconds_a_byte, size, began, ended)
+
+    def answered(self, seconds: float) -> None:
+        """Record the time until a heartbeat was acknowledged. No codec shortens that."""
+        self.round_trip_seconds, _ = self._steady("answer", self.round_trip_seconds, seconds)
+
+    def _carried(self, way: str, busy: BusyShare, mean: float, size: int, began: float, ended: float) -> float:
+        """Return the mean time of a byte after one more transfer, without the round trip, and count its time."""
+        whole = ended - began
+        seconds, counts = max(0.0, whole - self.round_trip_seconds), False
+        if size < SMALL_BYTES and whole < max(NOISE_SECONDS, NOISE_ROUND_TRIPS * self.round_trip_seconds):
+            mean = min(mean, whole / max(1, size))
+        else:
+            mean, counts = self._steady(way, mean, seconds / max(1, size))
+        busy.add(seconds if counts else 0.0, ended)
+        return mean
+
+    def _steady(self, what: str, mean: float, sample: float) -> tuple[float, bool]:
+        """Return a moving average after one more sample, and whether the sample counts.
+
+        One that is far too slow, as after a pause, does not.
+        """
+        self._measured[what] += 1
+        if self._measured[what] == 2:
+            mean = min(mean, sample)  # the first sample had nothing to be compared with
+        if self._measured[what] > 1 and sample > PAUSE_FACTOR * mean and what not in self._doubted:
+            self._doubted.add(what)
+            return mean, False
+        self._doubted.discard(what)
+        return averaged(mean, sample, LINK_SMOOTHING), True
+
+    def packed(self, before: int, after: int, seconds: float) -> None:
+        """Record the bytes before and after compressing a body, and the time that it took."""
+        self.packed_share = averaged(self.packed_share, after / max(1, before), LINK_SMOOTHING)
+        self.packing_seconds_a_byte = averaged(self.packing_seconds_a_byte, seconds / max(1, before), LINK_SMOOTHING)
+
+    def should_pack(self) -> bool:
+        """Return whether compression saves more time on the link than it takes. Now and then, try it anyway."""
+        self._payloads += 1
+        saved = (1.0 - self.packed_share) * self.seconds_a_byte
+        return self._payloads % TRY_EVERY == 1 or saved >= self.packing_seconds_a_byte
+
+    def fits(self, encoded_bytes: int, at_hand_seconds: float) -> bool:
+        """Return whether to use the full codec, whose payload must be sent before the next one is due.
+
+        Call this once for each contribution. A hysteresis keeps the answer from flapping.
+
+        Args:
+            encoded_bytes: The size of a payload of the full codec.
+            at_hand_seconds: The time until the next contribution is due; 0 if unknown.
+        """
+        needed = encoded_bytes * self.packed_share * self.seconds_a_byte
+        if encoded_bytes < SMALL_BYTES:
+            self.thin = False
+        elif needed > at_hand_seconds > 0.0:
+            self.thin = True
+        elif needed < RECOVERY_SHARE * at_hand_seconds:
+            self.thin = False
+        return not self.thin
+
+    @property
+    def busy_share(self) -> float:
+        """The share of the time in which the link carries payloads, one way or the other."""
+        return max(self._up.share, self._down.share)
+
+    def in_words(self, stretch: float) -> str:
+        """Describe the measures against a thin link; empty on a good one.
+
+        Args:
+            stretch: The interval over the run's.
+        """
+        measures = ["fewer bits"] if self.thin else []
+        if stretch > 1.5 and self.busy_share > BUSY_SHARE:
+            measures.append(f"interval {stretch:.1f}x")
+        rates = [
+            f"{8e-6 / each:.1f} Mbit/s {way}"
+            for way, each in (("up", self.seconds_a_byte), ("down", self.down_seconds_a_byte))
+            if each
+        ]
+        return f"thin link{' at ' * bool(rates)}{', '.join(rates)}: {', '.join(measures)}" if measures else ""
