@@ -7,14 +7,14 @@ downloaded. `Inbox` applies it to what arrives.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from archipelago.broker.commits import Delivery, nothing
-from archipelago.broker.control import steered
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
@@ -97,17 +97,13 @@ def _fault_of_positions(data: str, ranges: int) -> str:
     return f"range {beyond[0]} of {ranges} does not exist" if beyond else ""
 
 
-#: The contribution, or why it is refused, once it was downloaded.
-Opening = Future[Addend | Reason]
-
-
 @dataclass
 class Waiting:
     """What waits for a fragment's next round, and how much of its room is taken, because messages have limits.
 
     Attributes:
         addends: The contributions, in the order of arrival.
-        characters: The length of their identities in the snapshot's event.
+        characters: The length of their identities in the snapshot's event, and of those that are being downloaded.
         islands: How many of them each island has.
     """
 
@@ -120,11 +116,10 @@ class Waiting:
         length = len(contribution.identity_text) + 1
         return self.characters + length <= MERGED_MAX and self.islands[contribution.island] < WAITING_MAX
 
-    def put(self, addend: Addend) -> None:
-        """Add a contribution."""
-        self.addends.append(addend)
-        self.characters += len(addend.contribution.identity_text) + 1
-        self.islands[addend.contribution.island] += 1
+    def reserve(self, contribution: Contribution, sign: int = 1) -> None:
+        """Take room for a contribution, or give it back with the sign -1."""
+        self.characters += sign * (len(contribution.identity_text) + 1)
+        self.islands[contribution.island] += sign
 
 
 class Inbox:
@@ -133,31 +128,35 @@ class Inbox:
     Args:
         transport: The connection to the run.
         rules: How rounds are merged.
-        is_expelled: Whether the operator has expelled an island.
         downloads: Downloads and checks the next contributions.
         between: Called between two contributions, and while a download is awaited: they may take longer than a lease.
+
+    Attributes:
+        config: The run's config with the operator's changes.
+        barred: Why all contributions of an island are refused, by its name.
+        codes: How many contributions this process has refused, by code.
+        cursors: Where the waiting contributions will move the cursors of the corpus.
     """
 
     def __init__(
         self,
         transport: MergerTransport,
         rules: RoundMerge,
-        is_expelled: Callable[[str], bool],
         downloads: Spawn = at_once,
         between: Callable[[], object] = nothing,
     ) -> None:
         self.transport, self.rules = transport, rules
-        #: How many commits failed because a contribution of an island had been deleted.
-        self.withdrawn: Counter[str] = Counter()
-        #: How many contributions this process has refused, by code.
+        self.config = rules.manifest.config
+        self.barred: dict[str, Reason] = {}
         self.codes: Counter[str] = Counter()
-        self._is_expelled, self._range_sequences = is_expelled, claims.range_sequences(rules.manifest)
+        self.cursors: dict[str, tuple[int, int]] = {}
+        #: How many commits failed because a contribution of an island had been deleted.
+        self._withdrawn: Counter[str] = Counter()
+        self._range_sequences = claims.range_sequences(rules.manifest)
         self._downloads, self._between = downloads, between
         self._waiting: dict[int, Waiting] = {}  # by fragment
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
-        #: Where the waiting contributions will move the cursors of the corpus.
-        self.cursors: dict[str, tuple[int, int]] = {}
         #: Numbers of refused contributions, by incarnation, that no later contribution has followed.
         self._unused: dict[tuple[str, str], set[int]] = {}
         self._refusals: list[tuple[str, Refusal]] = []
@@ -179,21 +178,28 @@ class Inbox:
 
     def waiting_fragments(self) -> set[int]:
         """Return the fragments that contributions wait for."""
-        return set(self._waiting)
+        return {p for p, waiting in self._waiting.items() if waiting.addends}
 
-    def is_fickle(self, island: str) -> bool:
-        """Return whether this process refuses the island because too many of its contributions were withdrawn."""
-        return self.withdrawn[island] >= WITHDRAWN_MAX
+    def note_withdrawn(self, island: str) -> None:
+        """Note that an island has deleted a contribution. One that does so again and again is barred."""
+        self._withdrawn[island] += 1
+        if self._withdrawn[island] >= WITHDRAWN_MAX:
+            text = "others were deleted before they were merged; this merger refuses all until it starts again"
+            self.barred.setdefault(island, Reason("withdrawn", text))
 
-    def refuse_expelled(self, state: RunState, epoch: int) -> None:
-        """Refuse the waiting contributions of expelled islands."""
+    def expel(self, islands: AbstractSet[str], state: RunState, epoch: int) -> None:
+        """Refuse what these islands send, also what waits, and no other island that was expelled before."""
+        kept = {name: why for name, why in self.barred.items() if why.code != "expelled"}
+        self.barred = {**kept, **dict.fromkeys(islands, Reason("expelled", EXPELLED))}
         for p, waiting in list(self._waiting.items()):
-            if not any(map(self._is_expelled, waiting.islands)):
+            if not islands & waiting.islands.keys():
                 continue
             for addend in self._drop(p):
-                if self._is_expelled(addend.contribution.island):
-                    self._refuse(Delivery(addend.entry, addend.contribution), Reason("expelled", EXPELLED), state)
+                c = addend.contribution
+                if c.island in islands:
+                    self._refuse(Delivery(addend.entry, c), self.barred[c.island], state)
                 else:
+                    self._reserve(addend.entry, c)
                     self._put(addend)
         self._flush(state, epoch)
 
@@ -208,55 +214,56 @@ class Inbox:
         Yields:
             Each contribution that waits from now on, with the claims that the merger believes.
         """
-        for delivery, opening in self._ahead(deliveries, state):
+        for delivery, job in self._ahead(deliveries, state):
             self._between()
-            reason = self._reason(delivery, state)
-            if reason is None and opening is not None and delivery.entry not in self._entries:
-                opened = awaited(opening, self._between)
-                if isinstance(opened, Addend):
-                    believed = self._believed(opened.contribution, state)
-                    self._put(replace(opened, contribution=believed))
-                    self._use_up(believed, state)
-                    yield believed
-                    continue
-                reason = opened
-            if reason is not None:  # else it was delivered again; it waits already
-                self._refuse(delivery, reason, state)
-                if len(self._refusals) >= REFUSED_MAX:
-                    self._flush(state, epoch)
+            found = job if isinstance(job, Reason) else awaited(job, self._between)
+            if isinstance(found, Addend):
+                addend = replace(found, contribution=self._believed(found.contribution, state))
+                self._put(addend)
+                self._use_up(addend.contribution, state)
+                yield addend.contribution
+                continue
+            if not isinstance(job, Reason) and delivery.contribution is not None:
+                self._free(delivery.entry, delivery.contribution)
+            self._refuse(delivery, found, state)
+            if len(self._refusals) >= REFUSED_MAX:
+                self._flush(state, epoch)
         self._flush(state, epoch)
+
+    def _ahead(
+        self, deliveries: Iterable[Delivery], state: RunState
+    ) -> Iterator[tuple[Delivery, Reason | Future[Addend | Reason]]]:
+        """Yield the deliveries that do not wait already, each with the reason to refuse it or with its download.
+
+        A delivery is judged by its header before its download begins, and takes its room from then on. The next AHEAD
+        are downloaded meanwhile.
+        """
+        before: deque[tuple[Delivery, Reason | Future[Addend | Reason]]] = deque()
+        for delivery in deliveries:
+            if delivery.entry in self._entries:
+                continue
+            job: Reason | Future[Addend | Reason] | None = self._reason(delivery, state)
+            if job is None and (c := delivery.contribution) is not None:
+                self._reserve(delivery.entry, c)
+                job = self._downloads(partial(self._open, delivery))
+            if job is not None:
+                before.append((delivery, job))
+            if len(before) > AHEAD:
+                yield before.popleft()
+        yield from before
 
     def _reason(self, delivery: Delivery, state: RunState) -> Reason | None:
         """Return why a delivery is refused, as far as its header tells."""
         c = delivery.contribution
         if c is None or delivery.fault:
             return Reason("unreadable", delivery.fault)
-        if delivery.entry in self._entries:
-            return None
         if state.has_seen(c.identity) or c.identity in self._identities:
             return Reason("repeat", "a repeat of a contribution that was taken already")
-        if self._is_expelled(c.island):
-            return Reason("expelled", EXPELLED)
-        if self.is_fickle(c.island):
-            return Reason(
-                "withdrawn",
-                "others were deleted before they were merged; this merger refuses all until it starts again",
-            )
-        if reason := reason_to_refuse(c, self.rules.manifest, state.closed):
+        if reason := self.barred.get(c.island) or reason_to_refuse(c, self.rules.manifest, state.closed):
             return reason
         if not self._waiting.get(c.fragment, Waiting()).fits(c):
             return Reason("full", f"too many contributions wait for the next round of fragment {c.fragment}")
         return None
-
-    def _ahead(self, deliveries: Iterable[Delivery], state: RunState) -> Iterator[tuple[Delivery, Opening | None]]:
-        """Yield the deliveries. The next AHEAD are opened meanwhile, except those whose header is refused already."""
-        before: list[tuple[Delivery, Opening | None]] = []
-        for delivery in deliveries:
-            is_wanted = delivery.entry not in self._entries and self._reason(delivery, state) is None
-            before.append((delivery, self._downloads(partial(self._open, delivery)) if is_wanted else None))
-            if len(before) > AHEAD:
-                yield before.pop(0)
-        yield from before
 
     def _open(self, delivery: Delivery) -> Addend | Reason:
         """Download and check the payload of a delivery, and return it, or why it is refused."""
@@ -267,19 +274,28 @@ class Inbox:
 
     def _believed(self, contribution: Contribution, state: RunState) -> Contribution:
         """Return the contribution with the claims that the merger believes."""
-        manifest, account = self.rules.manifest, state.accounts.get(contribution.island)
-        config, fragments = steered(manifest.config, state.steered), len(manifest.fragments)
-        steps = claims.steps_read(contribution, account, state.closed, config.sync.interval, fragments)
+        fragments, account = len(self.rules.manifest.fragments), state.accounts.get(contribution.island)
+        steps = claims.steps_read(contribution, account, state.closed, self.config.sync.interval, fragments)
         cursors = state.cursors, self.cursors
-        data = claims.believed_data(contribution, steps, *cursors, config, self._range_sequences)
-        return replace(contribution, data=data, tokens=claims.counted_tokens(contribution, config))
+        data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
+        return replace(contribution, data=data, tokens=claims.counted_tokens(contribution, self.config))
+
+    def _reserve(self, entry: str, c: Contribution) -> None:
+        """Take room for a contribution, and refuse its repeats from now on."""
+        self._waiting.setdefault(c.fragment, Waiting()).reserve(c)
+        self._identities.add(c.identity)
+        self._entries[entry] = None
+
+    def _free(self, entry: str, c: Contribution) -> None:
+        """Give back the room of a contribution that cannot be merged."""
+        self._waiting[c.fragment].reserve(c, -1)
+        self._identities.discard(c.identity)
+        self._entries.pop(entry, None)
 
     def _put(self, addend: Addend) -> None:
-        """Let a contribution wait for its fragment's next round."""
+        """Let a contribution, whose room is reserved, wait for its fragment's next round."""
         c = addend.contribution
-        self._waiting.setdefault(c.fragment, Waiting()).put(addend)
-        self._identities.add(c.identity)
-        self._entries[addend.entry] = None
+        self._waiting[c.fragment].addends.append(addend)
         self.cursors |= advanced(self.cursors, parse_positions(c.data))
 
     def _drop(self, p: int) -> list[Addend]:
@@ -301,7 +317,7 @@ class Inbox:
             refusal = Refusal(delivery.sender, NAMELESS, 0, 0, 0, 0, text, repeat)
         else:
             decided = repeat and state.has_seen(c.identity)
-            tokens = claims.counted_tokens(c, steered(self.rules.manifest.config, state.steered))
+            tokens = claims.counted_tokens(c, self.config)
             refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, tokens, text, repeat, decided)
             unused = self._unused.setdefault((c.island, c.incarnation), set())
             unused |= {c.sequence} if not repeat and len(unused) < REMEMBERED_MAX else set()
@@ -322,6 +338,7 @@ class Inbox:
     def _use_up(self, accepted: Contribution, state: RunState) -> None:
         """Mark refused numbers as used once their island has gone on. Gaps would make the stored state grow."""
         unused = self._unused.get((accepted.island, accepted.incarnation), set())
+        unused.discard(accepted.sequence)
         for sequence in sorted(number for number in unused if number < accepted.sequence):
             state.see((accepted.island, accepted.incarnation, sequence))
             unused.discard(sequence)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import numpy as np
 
 from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.commits import Image
+from archipelago.broker.control import CHECKPOINT
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import UNSAVED, Counters, Snapshot, TapeEntry
@@ -28,12 +29,14 @@ from archipelago.merger.checkpoint_cut import Following, Leading
 from archipelago.merger.committing import full_state
 from archipelago.merger.executor import Spawn
 from archipelago.merger.record import Recorder
-from archipelago.merger.state import FragmentState
+from archipelago.merger.state import FragmentState, RunState
 
 #: How many of the newest rounds of the tape a checkpoint holds. A restored run shows them.
 TAPE_IN_IMAGE = 256
 #: Seconds until a failed checkpoint is tried again.
 RETRY_SECONDS = 10.0
+#: How often, and at which distance, a shard that ends looks for the last checkpoint of shard 0.
+MARKER_TRIES, MARKER_SECONDS = 40, 0.05
 
 log = logging.getLogger(__name__)
 
@@ -44,32 +47,32 @@ class CheckpointCut:
 
     Attributes:
         number: The number of the checkpoint.
-        round: The last closed round.
-        covered: The last round that an earlier checkpoint covers.
+        state: The run's state, which nobody changes.
         waiting: Entries of contributions that were not merged yet.
     """
 
-    manifest: Manifest
     number: int
-    round: int
-    covered: int
-    state: str
+    state: RunState
     fragments: Mapping[int, FragmentState]
     snapshots: Mapping[int, Snapshot]
-    cursors: dict[str, tuple[int, int]]
-    counters: Counters
     waiting: Sequence[str]
 
 
 class Checkpointer:
-    """Writes a run's checkpoints every `every_seconds`, and its record if there is a recorder.
+    """Takes a run's checkpoints every `every_seconds` and on request, and writes its record if there is a recorder.
 
     A checkpoint on disk covers its rounds. A copier then also copies it to a bucket, at the bucket's own pace.
 
     Attributes:
         leading: In shard 0 of a run with several, what is known of the others.
         following: In any other shard, the announcements of shard 0, which decides when a checkpoint is taken.
+        cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`, and announces that. `asked` is
+            the operator's request that the checkpoint answers. The merger sets it.
+        manifest: The run or the shard, once it is loaded.
     """
+
+    cut: Callable[[int, str], CheckpointCut]
+    manifest: Manifest
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class Checkpointer:
         self.every_seconds = every_seconds
         self._spawn = spawn
         self._job: Future[CheckpointCut] | None = None
+        self._asked = ""  # the operator's request that the checkpoint in progress answers
         self._due_at: float | None = None
         self._urgent_at = float("-inf")  # when an urgent checkpoint may be taken
         self._may_copy = False
@@ -94,45 +98,9 @@ class Checkpointer:
         self._trouble = ""
         self._news: list[tuple[str, str]] = []
 
-    def is_due(self, now: float, *, urgent: bool = False) -> bool:
-        """Return whether a checkpoint should be taken now.
-
-        A checkpoint is due after `every_seconds`. An urgent one is due at once, unless a recent one has failed. None is
-        due while one is in progress, or while shard 0 waits for the parts of other shards.
-        """
-        if self._due_at is None:
-            self._due_at = now + self.every_seconds
-        self._start_copier()
-        if self._job is not None or now < (self._urgent_at if urgent else self._due_at):
-            return False
-        return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is in progress."""
-        return self._job is not None
-
-    def lacks(self, closed: int, covered: int) -> bool:
-        """Return whether a closed round is missing from all checkpoints, for example after the folder was emptied."""
-        try:
-            is_missed = self.leading is not None and self.leading.lacks(closed)
-            return is_missed or closed > covered or (closed > 0 and not self.store.numbers())
-        except ArchipelagoError:
-            return True  # the attempt to take one reports the fault
-
-    def next_number(self, now: float) -> int | None:
-        """Return the next checkpoint's number, or None if the folder cannot be read now."""
-        try:
-            newest = self.copier.newest if self.copier else -1
-            announced = self.leading.announced if self.leading else 0
-            return max(self.store.next_number(), newest + 1, announced + 1)
-        except ArchipelagoError as error:
-            self._failed(error, now)
-            return None
-
     def load(self, manifest: Manifest, closed: int) -> None:
         """Begin with a loaded run. A checkpoint in progress is ignored: it may hold rounds that never happened."""
-        self._job = None
+        self.manifest, self._job, self._asked = manifest, None, ""
         if self.following is not None:
             self.following.start()
         if self.leading is not None:
@@ -144,28 +112,136 @@ class Checkpointer:
             self.recorder.begin(manifest, [reader.fragment(p) for p in manifest.own_fragments])
         self.recorder.go_back(closed)  # a Redis that died may have lost the rounds after that one
 
-    def begin(self, cut: CheckpointCut, now: float) -> None:
-        """Start writing a cut to disk."""
+    # -- when one is taken --------------------------------------------------------------------------------------------
+
+    def take_if_due(self, state: RunState, asked: str, now: float, *, is_last: bool, is_crowded: bool) -> None:
+        """Take a checkpoint if one is due or urgent. Shard 0 decides that for the others (`follow`).
+
+        An urgent one is due at once, unless a recent one has failed. None is due while one is in progress, or while
+        shard 0 waits for the parts of other shards.
+
+        Args:
+            state: The run's state.
+            asked: The operator's request for a checkpoint that was not taken yet, if there is one.
+            now: The time.
+            is_last: The run is finished.
+            is_crowded: Much in Redis waits for a checkpoint.
+        """
+        if self.following is not None:
+            return
+        is_asked = asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
+        is_end = is_last and not (self.leading and self.leading.has_backlog())
+        if not self.is_due(now, urgent=is_end or is_crowded or is_asked):
+            return
+        if self.lacks(state):
+            self._asked = asked
+            self.take(state, now)
+        elif asked:
+            state.control[CHECKPOINT] = asked
+            self._news.append(("checkpoint", f"the newest checkpoint is up to date with round {state.closed}"))
+
+    def is_due(self, now: float, *, urgent: bool = False) -> bool:
+        """Return whether a checkpoint may be taken now, by the clock."""
+        if self._due_at is None:
+            self._due_at = now + self.every_seconds
+        self._start_copier()
+        if self._job is not None or now < (self._urgent_at if urgent else self._due_at):
+            return False
+        return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)
+
+    def lacks(self, state: RunState) -> bool:
+        """Return whether a closed round is missing from all checkpoints, for example after the folder was emptied."""
+        closed = state.closed
+        try:
+            is_missed = self.leading is not None and self.leading.lacks(closed)
+            return is_missed or closed > state.covered or (closed > 0 and not self.store.numbers())
+        except ArchipelagoError:
+            return True  # the attempt to take one reports the fault
+
+    def take(self, state: RunState, now: float) -> None:
+        """Cut the run, tell the islands, and start writing the checkpoint."""
+        number = self.next_number(now)
+        if number is not None:
+            # The number is at least the round. Mergers with separate folders then cannot reuse the number of an
+            # island's checkpoint for another round.
+            self._begin(max(number, state.closed), now)
+
+    def next_number(self, now: float) -> int | None:
+        """Return the next checkpoint's number, or None if the folder cannot be read now."""
+        try:
+            newest = self.copier.newest if self.copier else -1
+            announced = self.leading.announced if self.leading else 0
+            return max(self.store.next_number(), newest + 1, announced + 1)
+        except ArchipelagoError as error:
+            self._failed(error, now)
+            return None
+
+    def follow(self, asked: str, now: float) -> None:
+        """Cut this shard for the checkpoint that the merger of shard 0 has announced since the last call, if any.
+
+        Call this after contributions were read, and before any of them is accepted. An island that has taken its part
+        of the checkpoint has heard of the announcement. So if any of these was sent after that, we hear of it now, too.
+        """
+        number = self.following.newest(now) if self.following else None
+        if number is not None and self._job is not None:
+            log.debug("shard without a part of checkpoint %s: the last one is still being written", number)
+        elif number is not None:
+            self._asked = asked
+            self._begin(number, now)
+
+    def _begin(self, number: int, now: float) -> None:
+        if self.leading is not None:
+            self.leading.begin(number, now)
+        cut = self.cut(number, self._asked)
         self._start_copier()
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut))
 
-    def finished(self, now: float, *, wait: bool = False) -> CheckpointCut | None:
-        """Return the cut of the last checkpoint, once, when it is on disk. A failed one is tried again soon."""
+    def finished(self, state: RunState, now: float, *, wait: bool = False) -> bool:
+        """Return whether a checkpoint has been finished, once: then `state` says which rounds it covers.
+
+        A failed one is tried again soon. With `wait`, first wait for the one in progress.
+        """
         if self._job is None or not (wait or self._job.done()):
-            return None
+            return False
         job, self._job = self._job, None
         try:
-            covered = job.result()
+            found = job.result()
         except (ArchipelagoError, OSError) as error:
             self._failed(error, now)
-            return None
+            return False
+        closed = found.state.closed
+        state.covered = max(state.covered, closed)
+        if self._asked:
+            state.control[CHECKPOINT], self._asked = self._asked, ""
+            if self.following is None:
+                what = "shard 0" if self.leading else "the run"
+                self._news.append(("checkpoint", f"checkpoint {found.number} holds {what} up to round {closed}"))
         if self._trouble:
             self._trouble = ""
-            what = f"checkpoints are written again: {covered.number}"
-            log.info(what, extra={"round": covered.round, "code": "checkpoint.recovered"})
+            what = f"checkpoints are written again: {found.number}"
+            log.info(what, extra={"round": closed, "code": "checkpoint.recovered"})
             self._news.append(("checkpoint", what))
-        return covered
+        return True
+
+    def take_last(
+        self, state: RunState, asked: str, clock: Callable[[], float], pause: Callable[[float], None]
+    ) -> None:
+        """Take a last checkpoint, so that the run can continue from disk alone. `pause` waits that many seconds.
+
+        A merger of another shard follows that of shard 0, which may be ending at the same moment.
+        """
+        if self.following is None:
+            if self.lacks(state):
+                self.take(state, clock())
+            return
+        for _ in range(MARKER_TRIES):
+            self.follow(asked, clock())
+            if self._job is not None or not self.lacks(state):
+                return
+            pause(MARKER_SECONDS)
+
+    # -- news and copies ----------------------------------------------------------------------------------------------
 
     def news(self) -> list[tuple[str, str]]:
         """Return what operators should read, once: the kind of each note and its text."""
@@ -204,12 +280,13 @@ class Checkpointer:
             self._news.append((UNSAVED, what))
 
     def _keep(self, cut: CheckpointCut) -> CheckpointCut:
-        rounds = cut.manifest.own_rounds.between(cut.covered, cut.round)
+        closed, covered = cut.state.closed, cut.state.covered
+        rounds = self.manifest.own_rounds.between(covered, closed)
         newest = self.transport.reader.tape(rounds + 2 * TAPE_IN_IMAGE)
-        tape = [entry for entry in newest if entry.round <= cut.round]
+        tape = [entry for entry in newest if entry.round <= closed]
         _require_same(cut, tape)
         if self.recorder is not None:
-            covered = max(cut.covered, self.recorder.last_round())
+            covered = max(covered, self.recorder.last_round())
             self._record(self.recorder, [entry for entry in tape if entry.round > covered])
         self.store.save(self._image(cut, tape[-TAPE_IN_IMAGE:]))
         if self.copier is not None:
@@ -229,12 +306,12 @@ class Checkpointer:
 
     def _image(self, cut: CheckpointCut, tape: Sequence[TapeEntry]) -> Image:
         return Image(
-            manifest=cut.manifest,
+            manifest=self.manifest,
             number=cut.number,
             fragments=tuple(full_state(snapshot, cut.fragments[p]) for p, snapshot in cut.snapshots.items()),
-            state=cut.state,
-            counters=cut.counters,
-            cursors=cut.cursors,
+            state=cut.state.to_json(),
+            counters=Counters(**cut.state.counts()),
+            cursors=cut.state.cursors,
             tape=tuple(tape),
             evaluations=tuple(self.transport.reader.evaluations()),
             pending=tuple(
@@ -247,8 +324,8 @@ class Checkpointer:
 
 def _require_same(cut: CheckpointCut, tape: Sequence[TapeEntry]) -> None:
     """Raise BrokerError if the broker has lost rounds of the cut, even if it has reused their numbers."""
-    newest = {entry.fragment: entry for entry in tape}
-    is_same = not cut.round or (bool(tape) and tape[-1].round == cut.round)
+    newest, closed = {entry.fragment: entry for entry in tape}, cut.state.closed
+    is_same = not closed or (bool(tape) and tape[-1].round == closed)
     for p, fragment in cut.fragments.items():
         is_same &= p not in newest or digest_of(np.asarray(fragment.published_N)) == newest[p].digest
     if not is_same:

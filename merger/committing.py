@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -33,8 +34,7 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack_body
 from archipelago.merger import outer
 from archipelago.merger.executor import Spawn
-from archipelago.merger.round_merge import Addend, MergedRound
-from archipelago.merger.rounds import Close
+from archipelago.merger.round_merge import MergedRound
 from archipelago.merger.state import FragmentState, RunState
 
 #: Larger losses count as this one in a mean, which must stay finite whatever an island claims.
@@ -47,77 +47,62 @@ RETRY_SECONDS = 5.0
 IDLE_SECONDS = 10.0
 #: Beyond this many times the bytes of a compaction, it is due in any case, so that Redis keeps no more contributions.
 MOST = REDIS_LOG
+#: The most bytes in Redis of merged contributions that are kept for a checkpoint alone. Beyond it, the oldest are
+#: deleted, although no checkpoint covers them.
+KEPT_BYTES_MAX = 256 << 20
+#: Bytes that an entry takes in Redis besides its payload, at most.
+ENTRY_BYTES = 2 << 10
+#: About how many entries one write deletes. A server takes about a million words, and does nothing else meanwhile.
+TRIMMED_MAX = 10_000
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RoundRecord:
-    """Facts about a round that its tape entry records besides the merge.
+class Kept:
+    """What Redis keeps after a round.
 
     Attributes:
-        close: The decision to close it.
-        epoch: The epoch of the merger that closed it.
-        live: How many islands were live.
-        steered: The settings that an operator changed with it.
-        unix_seconds: When it was committed.
-        merge_seconds: How long the arithmetic took.
-        spectra_seconds: How long spectra took, a part of it.
-        busy_seconds: How long the merger has worked since the previous round.
+        is_full: Whether the commit carries the fragment's full state.
+        trim: Merged entries that the commit deletes.
+        uncovered: How many of the newest rounds some compaction does not cover.
     """
 
-    close: Close
-    epoch: int
-    live: int
-    steered: str
-    unix_seconds: float
-    merge_seconds: float
-    spectra_seconds: float
-    busy_seconds: float
+    is_full: bool
+    trim: Sequence[str]
+    uncovered: int
 
 
 def build_commit(
-    manifest: Manifest,
-    record: RoundRecord,
-    merged: MergedRound,
-    addends: Sequence[Addend],
-    before: RunState,
-    after: RunState,
-    trim: Sequence[str],
-    is_full: bool,
-    uncovered: int,
+    manifest: Manifest, tape: TapeEntry, merged: MergedRound, before: RunState, after: RunState, kept: Kept
 ) -> Commit:
     """Return the commit of a round.
 
     Args:
         manifest: The run.
-        record: What the tape notes about the round.
+        tape: The tape's entry of the round, without what takes long: the digest, and the state before the round.
         merged: The merged round.
-        addends: The contributions that it merged.
         before: The run's state before the round.
         after: The run's state after it.
-        trim: Merged entries that the commit deletes.
-        is_full: Whether the commit carries the fragment's full state.
-        uncovered: How many of the newest rounds some compaction does not cover.
+        kept: What Redis keeps from then on.
     """
     wire, held_N = manifest.config.wire, merged.state.published_N
     difference = (
         pack_body(merged.difference, wire.down, held_N.size, wire.zstd_level) if wire.sends_differences else b""
     )
-    snapshot = snapshot_of(manifest, after.closed, after.step, held_N, merged.members, len(difference))
-    full = full_state(snapshot, merged.state).packed(wire) if is_full else None
-    tape = _tape_entry(manifest, record, merged, addends, before, after, snapshot.held)
+    snapshot = snapshot_of(manifest, tape, held_N, len(difference))
+    full = full_state(snapshot, merged.state).packed(wire) if kept.is_full else None
     return Commit(
         full.snapshot if full else snapshot,
         full,
         after.to_json(),
-        tape,
-        [addend.entry for addend in addends],
-        trim=trim,
+        replace(tape, digest=snapshot.held, loss=mean_loss(tape.members), before=_needed(before, tape).to_json()),
+        [member.entry for member in tape.members],
+        trim=kept.trim,
         cursors={s: c for s, c in after.cursors.items() if before.cursors.get(s) != c},
         after_round=before.closed,
         difference=difference,
-        uncovered=uncovered,
+        uncovered=kept.uncovered,
         counts=after.counts(),
     )
 
@@ -128,17 +113,15 @@ def full_state(snapshot: Snapshot, state: FragmentState) -> FullState:
     return FullState(snapshot, np.asarray(state.published_N), own)
 
 
-def snapshot_of(
-    manifest: Manifest, number: int, step: int, held_N: jax.Array, members: Sequence[RoundMember], difference_bytes: int
-) -> Snapshot:
+def snapshot_of(manifest: Manifest, tape: TapeEntry, held_N: jax.Array, difference_bytes: int) -> Snapshot:
     """Return the header of the version after a round, before its full snapshot is made: its size is the largest one."""
     wire, held = manifest.config.wire, digest_of(np.asarray(held_N))
-    by_weight = sorted(members, key=lambda member: -member.weight)
+    by_weight = sorted(tape.members, key=lambda member: -member.weight)
     return Snapshot(
-        round=number,
-        fragment=manifest.fragment_of(number),
-        version=manifest.version_after(number),
-        step=step,
+        round=tape.round,
+        fragment=tape.fragment,
+        version=tape.version,
+        step=tape.step,
         codec=wire.full,
         bytes=codec(wire.full).encoded_size(held_N.size),
         digest=held,
@@ -148,17 +131,10 @@ def snapshot_of(
     )
 
 
-def _tape_entry(
-    manifest: Manifest,
-    record: RoundRecord,
-    merged: MergedRound,
-    addends: Sequence[Addend],
-    before: RunState,
-    after: RunState,
-    held: str,
-) -> TapeEntry:
-    p, islands = manifest.fragment_of(after.closed), {member.island for member in merged.members}
-    needed = RunState(
+def _needed(before: RunState, tape: TapeEntry) -> RunState:
+    """Return the run's state before a round, as far as its merge depends on it."""
+    p, islands = tape.fragment, {member.island for member in tape.members}
+    return RunState(
         closed=before.closed,
         step=before.step,
         staleness=before.staleness,
@@ -166,28 +142,6 @@ def _tape_entry(
         usual_batch=before.usual_batch,
         accounts={island: account.for_merge() for island, account in before.accounts.items() if island in islands},
         steered=before.steered,
-    )
-    return TapeEntry(
-        round=after.closed,
-        fragment=p,
-        version=manifest.version_after(after.closed),
-        epoch=record.epoch,
-        step=after.step,
-        gain=merged.gain,
-        quorum_seconds=record.close.quorum_seconds,
-        grace_seconds=record.close.grace_seconds,
-        open_seconds=record.close.open_seconds,
-        live=record.live,
-        bytes_up=sum(addend.contribution.bytes for addend in addends),
-        loss=mean_loss(merged.members),
-        digest=held,
-        members=merged.members,
-        unix_seconds=record.unix_seconds,
-        merge_seconds=max(0.0, record.merge_seconds),
-        spectra_seconds=max(0.0, record.spectra_seconds),
-        busy_seconds=max(0.0, record.busy_seconds),
-        steered=record.steered,
-        before=needed.to_json(),
     )
 
 
@@ -233,125 +187,197 @@ class Uncovered:
 
 
 class Compactor:
-    """Writes compactions of one run, one at a time.
+    """Writes compactions of one run, one at a time, and keeps merged entries in Redis until nothing needs them.
+
+    A merger that starts needs the entries that no compaction covers. If Redis loses the run's state, a merger needs
+    those that no checkpoint covers.
 
     Args:
         transport: The connection to the run.
         manifest: The run.
-        clock: Monotonic seconds.
         spawn: Runs an upload beside the rounds.
         restart_seconds: How long a restart may take to merge rounds again.
+        takes_checkpoints: Whether this merger takes checkpoints.
     """
 
     def __init__(
         self,
         transport: MergerTransport,
         manifest: Manifest,
-        clock: Callable[[], float],
         spawn: Spawn,
-        restart_seconds: float,
+        restart_seconds: float = RESTART_SECONDS,
+        *,
+        takes_checkpoints: bool = False,
     ) -> None:
-        self.transport, self.manifest, self.clock = transport, manifest, clock
-        self.restart_seconds = restart_seconds
+        self.transport, self.manifest = transport, manifest
+        self.restart_seconds, self.takes_checkpoints = restart_seconds, takes_checkpoints
+        #: The rounds whose merged entries Redis still keeps, in order.
+        self.kept: deque[TapeEntry] = deque()
+        self.fragments = {p: Uncovered() for p in manifest.own_fragments}
         self._spawn = spawn
         self._job: Future[Placed] | None = None
         self._wanted: set[int] = set()  # fragments of which an island could not read the newest version
-        self._wanted_at = float("-inf")
-        self._not_before = float("-inf")
-        self._committed_at = clock()
-        self.fragments = {p: Uncovered() for p in manifest.own_fragments}
+        self._wanted_at = self._not_before = float("-inf")
+        self._committed_at = 0.0
 
     def load(
-        self, full: Mapping[int, Snapshot], uncovered: Sequence[TapeEntry], newest: Mapping[int, Snapshot]
+        self,
+        full: Mapping[int, Snapshot],
+        newest: Mapping[int, Snapshot],
+        tape: Sequence[TapeEntry],
+        state: RunState,
+        epoch: int,
+        now: float,
     ) -> None:
-        """Begin with a loaded run: the newest full snapshots, the rounds that they do not cover, and the heads.
+        """Begin with a loaded run: the newest full snapshots, the heads, and the rounds that need their entries.
 
-        An upload in progress is forgotten, because it may be of rounds that Redis has lost.
+        An upload in progress is forgotten, because it may be of rounds that Redis has lost. Entries of other rounds
+        are of no use: the tape has lost these, or the run went back to a checkpoint.
         """
-        self._job, self._committed_at = None, self.clock()
+        self._job, self._committed_at = None, now
         self._wanted.clear()
         self.fragments = {p: Uncovered(snapshot.round, snapshot.version) for p, snapshot in full.items()}
-        for tape in uncovered:
-            self.fragments[tape.fragment].add(tape, newest[tape.fragment].difference_bytes)
+        for entry in tape:
+            if not self._is_compacted(entry):
+                self.fragments[entry.fragment].add(entry, newest[entry.fragment].difference_bytes)
+        self.kept = deque(e for e in tape if not self._is_compacted(e) or self._awaits_checkpoint(e, state.covered))
+        named = {member.entry for entry in self.kept for member in entry.members}
+        strays = [entry for entry in self.transport.merger.kept() if entry not in named]
+        for start in range(0, len(strays), TRIMMED_MAX):
+            self.transport.merger.trim(epoch, strays[start : start + TRIMMED_MAX], state.closed)
 
-    def want(self, fragments: AbstractSet[int]) -> None:
+    def want(self, fragments: AbstractSet[int], now: float) -> None:
         """Write the full state of these fragments again, because a part of it cannot be read. Not too often."""
-        if fragments and self.clock() - self._wanted_at >= IDLE_SECONDS:
-            self._wanted_at = self.clock()
-            self._wanted |= fragments
+        if fragments and now - self._wanted_at >= IDLE_SECONDS:
+            self._wanted_at = now
+            self._wanted |= fragments & self.fragments.keys()
 
-    def carries_full(self, p: int, version: int) -> bool:
-        """Return whether the commit of this version must carry the fragment's full state.
+    def closing(self, tape: TapeEntry, covered: int) -> Kept:
+        """Note a round whose commit is built next, and return what Redis keeps after it.
 
-        So it must in runs without differences, whose islands need the full snapshot. In other runs it must if no
-        compaction could be written for long, because the oldest difference is deleted next.
+        The commit carries the full state in runs without differences, whose islands need the full snapshot. In other
+        runs it does if no compaction could be written for long, because the oldest difference is deleted next. If the
+        commit fails, the merger loads the run again.
+
+        Args:
+            tape: The round.
+            covered: The last round in a finished checkpoint.
         """
+        own = self.fragments[tape.fragment]
         has_differences = self.manifest.config.wire.sends_differences
-        return not has_differences or version - self.fragments[p].version >= DIFFERENCES_KEPT
+        is_full = not has_differences or tape.version - own.version >= DIFFERENCES_KEPT
+        if is_full:
+            self.fragments[tape.fragment] = Uncovered(tape.round, tape.version)
+        self.kept.append(tape)
+        oldest = min(fragment.round for fragment in self.fragments.values())
+        return Kept(is_full, self.not_needed(covered), self.manifest.own_rounds.between(oldest, tape.round))
 
-    def committed(self, tape: TapeEntry, snapshot: Snapshot, *, is_full: bool) -> None:
+    def committed(self, commit: Commit, now: float) -> None:
         """Note a committed round."""
-        self._committed_at = self.clock()
-        if not is_full:
-            self.fragments[tape.fragment].add(tape, snapshot.difference_bytes)
+        self._committed_at = now
+        if commit.compaction is None:
+            self.fragments[commit.tape.fragment].add(commit.tape, commit.snapshot.difference_bytes)
 
-    def covered(self, p: int, number: int, version: int) -> None:
-        """Note that Redis holds the full state of a fragment at this round and version, or will with the next write.
+    def not_needed(self, covered: int) -> list[str]:
+        """Return the entries that may be deleted now, once: about TRIMMED_MAX of them, and the others later.
 
-        If that write fails, the merger loads the run again.
+        Compactions cover them. So does a checkpoint, unless there are none, or these are the oldest ones beyond
+        KEPT_BYTES_MAX.
         """
-        self.fragments[p] = Uncovered(number, version)
+        size, was_behind = self.waiting_bytes(), False
+        kept: deque[TapeEntry] = deque()
+        gone: list[str] = []
+        for entry in self.kept:
+            is_wanted = self._awaits_checkpoint(entry, covered)
+            is_needed = not self._is_compacted(entry) or (is_wanted and size <= KEPT_BYTES_MAX)
+            if is_needed or len(gone) >= TRIMMED_MAX:
+                kept.append(entry)
+                continue
+            was_behind |= is_wanted
+            size -= _stored_bytes(entry)
+            gone += [member.entry for member in entry.members]
+        self.kept = kept
+        if was_behind:
+            log.warning(
+                "checkpoints are too slow or fail: until the next one, only Redis can restore this run",
+                extra={"code": "checkpoint.behind"},
+            )
+        return gone
 
-    @property
-    def oldest(self) -> int:
-        """The round of the oldest compaction that is a fragment's newest."""
-        return min(fragment.round for fragment in self.fragments.values())
+    def trim(self, epoch: int, state: RunState) -> None:
+        """Delete the entries that are not needed."""
+        while gone := self.not_needed(state.covered):
+            self.transport.merger.trim(epoch, gone, state.closed)
 
-    def is_compacted(self, p: int, number: int) -> bool:
-        """Return whether the full state of a fragment in Redis includes that round of it."""
-        return number <= self.fragments[p].round
+    def waiting_bytes(self) -> int:
+        """Return the bytes in Redis of the entries that compactions cover, and that wait for a checkpoint."""
+        return sum(_stored_bytes(entry) for entry in self.kept if self._is_compacted(entry))
 
-    def placed(self) -> Placed | None:
-        """Return a compaction whose upload has ended, once. One that failed is tried again later.
+    def _is_compacted(self, entry: TapeEntry) -> bool:
+        """Return whether the full state of the fragment in Redis, or in the next write, includes that round of it."""
+        return entry.round <= self.fragments[entry.fragment].round
 
-        One that is older than the full state in Redis is dropped.
+    def _awaits_checkpoint(self, entry: TapeEntry, covered: int) -> bool:
+        return self.takes_checkpoints and entry.round > covered
+
+    # -- uploads ------------------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        epoch: int,
+        state: RunState,
+        fragments: Mapping[int, FragmentState],
+        snapshots: Mapping[int, Snapshot],
+        now: float,
+    ) -> None:
+        """Point to the compaction whose upload has ended, if there is one, and begin with the next that is due.
+
+        The arrays never change, so nothing is copied.
         """
-        if self._job is None or not self._job.done():
-            return None
-        job, self._job = self._job, None
-        try:
-            placed = job.result()
-        except ArchipelagoError as error:
-            self._not_before = self.clock() + RETRY_SECONDS
-            log.warning("a compaction could not be uploaded: %s", error, extra={"code": "compaction.failed"})
-            return None
-        return placed if placed.snapshot.version >= self.fragments[placed.snapshot.fragment].version else None
-
-    def begin(self, epoch: int, fragments: Mapping[int, FragmentState], snapshots: Mapping[int, Snapshot]) -> None:
-        """Begin to upload the compaction that is due most, if one is. The arrays never change, so nothing is copied."""
-        if self._job is not None or self.clock() < self._not_before:
-            return
-        due = [p for p, snapshot in snapshots.items() if self._is_due(p, fragments[p], snapshot)]
-        if due:
+        if self._job is not None:
+            if not self._job.done():
+                return
+            self._point(epoch, state, self._job, now)
+            self._job = None
+        due = [p for p, snapshot in snapshots.items() if self._is_due(p, fragments[p], snapshot.version, now)]
+        if due and now >= self._not_before:
             p = max(due, key=lambda each: snapshots[each].version - self.fragments[each].version)
             fragment, snapshot, wire = fragments[p], snapshots[p], self.manifest.config.wire
             place = self.transport.merger.place
             self._wanted.discard(p)
             self._job = self._spawn(lambda: place(epoch, full_state(snapshot, fragment).packed(wire)))
 
-    def _is_due(self, p: int, fragment: FragmentState, snapshot: Snapshot) -> bool:
+    def _point(self, epoch: int, state: RunState, job: Future[Placed], now: float) -> None:
+        """Let Redis point to an uploaded compaction. One that failed, or is older than that in Redis, is dropped."""
+        try:
+            placed = job.result()
+        except ArchipelagoError as error:
+            self._not_before = now + RETRY_SECONDS
+            log.warning("a compaction could not be uploaded: %s", error, extra={"code": "compaction.failed"})
+            return
+        new = placed.snapshot
+        if new.version >= self.fragments[new.fragment].version:
+            self.fragments[new.fragment] = Uncovered(new.round, new.version)
+            self.transport.merger.compact(epoch, placed, state.closed, self.not_needed(state.covered))
+
+    def _is_due(self, p: int, fragment: FragmentState, version: int, now: float) -> bool:
         since, size = self.fragments[p], state_bytes(fragment)
         if p in self._wanted:
             return True
-        if snapshot.version <= since.version:
+        if version <= since.version:
             return False
-        if self.clock() - self._committed_at >= IDLE_SECONDS:
+        if now - self._committed_at >= IDLE_SECONDS:
             return True
         if since.bytes < size:
             return False
         is_slow = since.seconds >= self.restart_seconds / len(self.fragments)
-        is_long = snapshot.version - since.version >= DIFFERENCES_KEPT // 2
+        is_long = version - since.version >= DIFFERENCES_KEPT // 2
         return is_slow or is_long or since.bytes >= MOST * size
+
+
+def _stored_bytes(entry: TapeEntry) -> int:
+    """Return about how many bytes the merged entries of a round take in Redis."""
+    return entry.bytes_up + ENTRY_BYTES * len(entry.members)
 
 
 def state_bytes(fragment: FragmentState) -> int:

@@ -1,14 +1,12 @@
 """Work beside the rounds, on threads of their own: downloads, commits, compactions and checkpoints.
 
-In virtual time there are no threads, and each job is done before the next line of the merger. `BusyTime` adds up how
-long the merger itself works.
+In virtual time there are no threads, and each job is done before the next line of the merger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from archipelago.broker.errors import ArchipelagoError
@@ -59,41 +57,3 @@ def awaited(future: Future[T], between: Callable[[], object]) -> T:
             if future.done():  # it is the error of the job
                 raise
         between()
-
-
-class BusyTime:
-    """Adds up the time inside `working`, without that inside `waiting`."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the time of this block."""
-        self._since = self._clock()
-        try:
-            yield
-        finally:
-            self._add(None)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Leave out the time of this block, which is inside `working`."""
-        self._add(None)
-        try:
-            yield
-        finally:
-            self._since = self._clock()
-
-    def take(self) -> float:
-        """Return the seconds since the last call, and begin again."""
-        self._add(self._clock())
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _add(self, since: float | None) -> None:
-        if self._since is not None:
-            self._seconds += max(0.0, self._clock() - self._since)
-            self._since = since

@@ -62,11 +62,6 @@ class Loaded:
     tape: Sequence[TapeEntry] = ()
     rewrite: Rewrite | None = None
 
-    @property
-    def uncovered(self) -> list[TapeEntry]:
-        """The rounds that no compaction covers, in order."""
-        return [entry for entry in self.tape if entry.version > self.full[entry.fragment].version]
-
 
 def load(
     transport: MergerTransport,
@@ -250,7 +245,7 @@ def _from_checkpoint(
         except (DifferenceError, WireError) as error:
             log.warning("the tape ends before round %s: %s", entry.round, error.what, extra={"code": "restore.tape"})
             break
-        snapshots[p] = snapshot_of(manifest, entry.round, entry.step, fragments[p].published_N, entry.members, 0)
+        snapshots[p] = snapshot_of(manifest, entry, fragments[p].published_N, 0)
         merged.append(entry)
         between()
     state = replace(_with_refusals(transport, state), covered=covered)

@@ -187,12 +187,13 @@ class RoundMerge:
             spectra=self.spectra,
         )
 
-    def advance(self, state: RunState, number: int, step: int, merged: MergedRound, addends: Sequence[Addend]) -> None:
+    def advance(
+        self, state: RunState, number: int, step: int, merged: MergedRound, contributions: Sequence[Contribution]
+    ) -> None:
         """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
         p = self.manifest.fragment_of(number)
         state.staleness, state.norms[p] = merged.staleness, merged.state.norms
-        headers = [addend.contribution for addend in addends]
-        state.after_round(number, step, headers, merged.scores, merged.credit)
+        state.after_round(number, step, contributions, merged.scores, merged.credit)
 
 
 def merge_round(

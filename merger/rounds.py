@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution
+from archipelago.broker.messages import Call, Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
 from archipelago.merger.claims import SILENT_ROUNDS
 from archipelago.merger.state import ACCOUNTS_MAX, RoundTiming, RunState
@@ -49,6 +49,8 @@ class Close:
     """The decision to close a round, with its times for the tape."""
 
     round: int
+    fragment: int
+    version: int
     quorum_seconds: float
     grace_seconds: float
     open_seconds: float
@@ -59,6 +61,7 @@ class OpenRound:
     """A round that has not closed.
 
     Attributes:
+        fragment: Its fragment.
         answered: The islands that have contributed to it.
         first_at: When the round was called, which is when an island that stays first contributed to it.
         announced: Whether the round was announced to the islands.
@@ -68,6 +71,7 @@ class OpenRound:
             rounds and the islands were ahead.
     """
 
+    fragment: int
     answered: set[str] = field(default_factory=set)
     first_at: float | None = None
     announced: bool = False
@@ -86,19 +90,27 @@ class Rounds:
     Args:
         manifest: The run or the shard, which has rounds of its own fragments only.
         state: The run as last committed. It owns the number of the last closed round.
+
+    Attributes:
+        count: How many rounds of this run or shard have closed.
+        is_paused: No round closes. Islands train on until the window stops them.
+        timing: The timing of the committed state, plus the time that its own commit took, which the next commit stores.
+        step_seconds: The last reported step time of each island, also from contributions that are not merged yet.
     """
 
     def __init__(self, manifest: Manifest, state: RunState) -> None:
         self.manifest, self.config = manifest, manifest.config.sync
-        #: No round closes while paused. Islands train on until the window stops them.
+        self.count, self._stride = manifest.own_rounds.until(state.closed), manifest.stride
         self.is_paused = False
-        #: The timing of the committed state, plus the time that its own commit took, which the next commit stores.
         self.timing = state.timing
-        self._state = state
-        self._window = manifest.window_after(state.closed)
-        self._open: dict[int, OpenRound] = {}
-        #: The last reported step time of each island, also from contributions that are not merged yet.
         self.step_seconds = {island: account.step_seconds for island, account in state.accounts.items()}
+        self._open: dict[int, OpenRound] = {}
+        self._open_window(state)
+
+    def _open_window(self, state: RunState) -> None:
+        self._state, self._window = state, self.manifest.window_after(state.closed)
+        number = self._window[0]
+        self._next = self._open.setdefault(number, OpenRound(self.manifest.fragment_of(number)))
 
     @property
     def closed(self) -> int:
@@ -110,7 +122,7 @@ class Rounds:
         put_bounded(self.step_seconds, contribution.island, contribution.step_seconds)
         if contribution.round <= self.closed:
             return
-        found = self._open.setdefault(contribution.round, OpenRound())
+        found = self._open.setdefault(contribution.round, OpenRound(contribution.fragment))
         found.answered.add(contribution.island)
         if found.first_at is None and not contribution.farewell:
             found.first_at = now
@@ -120,14 +132,14 @@ class Rounds:
         for found in self._open.values():
             found.answered.difference_update(islands)
 
-    def calls(self) -> list[int]:
-        """Return the open rounds that have a contribution and were not announced, and mark them as announced."""
+    def calls(self) -> list[Call]:
+        """Return the calls of the open rounds that have a contribution, once each."""
         due = []
         for number in self._window:
             found = self._open.get(number)
             if found is not None and found.first_at is not None and not found.announced:
                 found.announced = True
-                due.append(number)
+                due.append(Call(number, found.fragment))
         return due
 
     def close(self, now: float, live: AbstractSet[str], waiting: Collection[int]) -> Close | None:
@@ -143,28 +155,30 @@ class Rounds:
             waiting: The fragments that contributions wait for.
         """
         self._note_quorums(now, live)  # during a pause as well, because round timing does not know about pauses
-        number = self._window[0]
-        found = self._open.get(number, OpenRound())
-        is_due = found.is_merged or self.manifest.fragment_of(number) in waiting if live else bool(waiting)
+        found = self._next
+        is_due = found.is_merged or found.fragment in waiting if live else bool(waiting)
         if self.is_paused or not is_due:
             return None
         grace_is_over = found.quorum_at is not None and now >= found.quorum_at + found.grace_seconds
         if not grace_is_over and not live <= found.answered:
             return None
+        number = self._window[0]
         return Close(
             number,
+            found.fragment,
+            self.manifest.version_after(number),
             quorum_seconds=found.seconds_since_first(found.quorum_at),
             grace_seconds=found.grace_seconds,
             open_seconds=found.seconds_since_first(now),
         )
 
-    def advance(self, state: RunState) -> None:
+    def advance(self, state: RunState, close: Close) -> None:
         """Continue from the state in which the next round has closed. Its commit may be under way."""
-        self._state, self._window = state, self.manifest.window_after(state.closed)
-        self._open.pop(state.closed, None)
-        merged = self.manifest.fragment_of(state.closed)  # all contributions to it
-        for number, found in self._open.items():
-            found.is_merged |= bool(found.answered) and self.manifest.fragment_of(number) == merged
+        self._open.pop(close.round)
+        self.count += 1
+        self._open_window(state)
+        for found in self._open.values():  # the round has merged all contributions to its fragment
+            found.is_merged |= bool(found.answered) and found.fragment == close.fragment
 
     def committed(self, sync_seconds: float) -> None:
         """Note that the last closed round was committed, `sync_seconds` after it was closed."""
@@ -172,10 +186,9 @@ class Rounds:
 
     def deadline(self) -> float | None:
         """Return when the next round's grace window ends, or None when no window has begun or rounds are paused."""
-        found = self._open.get(self._window[0])
-        if self.is_paused or found is None or found.quorum_at is None:
+        if self.is_paused or self._next.quorum_at is None:
             return None
-        return found.quorum_at + found.grace_seconds
+        return self._next.quorum_at + self._next.grace_seconds
 
     def _note_quorums(self, now: float, live: AbstractSet[str]) -> None:
         quorum = max(1, min(self.config.quorum, len(live)))
@@ -188,7 +201,7 @@ class Rounds:
                 found.grace_seconds = self._grace_seconds(live)
 
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
-        stride = fastest_step_seconds(self.step_seconds, live) * self.manifest.stride
+        stride = fastest_step_seconds(self.step_seconds, live) * self._stride
         return grace_seconds(self.config.grace, slack(len(self._window), stride, self.timing))
 
 

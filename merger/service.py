@@ -7,24 +7,26 @@ takeover and a lost connection all follow the same path.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
+from archipelago.broker.control import CHECKPOINT
 from archipelago.broker.errors import WithdrawnError
-from archipelago.broker.messages import Call, Contribution, Counters, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Marker, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
-from archipelago.merger.committing import RESTART_SECONDS, Compactor, RoundRecord, build_commit
-from archipelago.merger.executor import BusyTime, NewExecutor, awaited, in_virtual_time
+from archipelago.merger.committing import KEPT_BYTES_MAX, RESTART_SECONDS, Compactor, build_commit
+from archipelago.merger.executor import NewExecutor, awaited, in_virtual_time
 from archipelago.merger.restore import load
-from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Liveness, Rounds
 from archipelago.merger.spectra import Spectra
@@ -44,6 +46,14 @@ FINISHED_SECONDS = 3.0
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 OnRound = Callable[[TapeEntry, Snapshot], None]
+
+
+class UnderWay(NamedTuple):
+    """A commit under way: its job, which returns the commit and when it ended, and the round before."""
+
+    job: Future[tuple[Commit, float]]
+    closed_at: float
+    before: RunState
 
 
 class Merger:
@@ -96,17 +106,18 @@ class Merger:
         self.fragments: dict[int, FragmentState] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.live: frozenset[str] = frozenset()
-        self.busy = BusyTime(clock)
         self.spectra = Spectra(self._renew, clock, threads)
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         self.liveness = Liveness()
-        download = executor("download", AHEAD)
-        self.inbox = Inbox(transport, self.rules, self.controls.refuses, download, self._renew)
-        self.compactor = Compactor(transport, self.manifest, clock, executor("compaction"), restart_seconds)
-        self.retention = Retention(
-            transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
+        self.inbox = Inbox(transport, self.rules, executor("download", AHEAD), self._renew)
+        uploads, has_checkpoints = executor("compaction"), checkpointer is not None
+        self.compactor = Compactor(
+            transport, self.manifest, uploads, restart_seconds, takes_checkpoints=has_checkpoints
         )
+        self.checkpointer = checkpointer
+        if checkpointer is not None:
+            checkpointer.cut = self._cut
         self.rounds = Rounds(self.manifest, self.state)
         self.on_round = on_round
         largest = max(payload_bytes_max(self.manifest.sizes[p]) for p in self.manifest.own_fragments)
@@ -115,10 +126,10 @@ class Merger:
         #: Whether an island was live when heartbeats were read last.
         self._has_islands = True
         self._finished_at: float | None = None
+        #: How long this merger has worked since the last round, without the turn in which it works since `_began_at`.
+        self._busy_seconds = self._began_at = 0.0
         self._commits = executor("commit")
-        #: The commit under way and the seconds from the close of its round to its end, and the state before the round.
-        self._under_way: Future[tuple[Commit, float]] | None = None
-        self._before = RunState()
+        self._under_way: UnderWay | None = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -132,23 +143,21 @@ class Merger:
 
     def load(self) -> None:
         """Forget everything, and load the run as its last commit left it."""
-        self.busy.take()
+        self._busy_seconds = 0.0
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
-        checkpointer = self.retention.checkpointer
-        store = checkpointer.store if checkpointer else None
+        store = self.checkpointer.store if self.checkpointer else None
         found = load(self.transport, self.rules, store, self._renew, self._require_lease)
         if found.rewrite is not None:
             self.transport.merger.rewrite(self.epoch, found.rewrite)
             last = self.manifest.described(found.state.closed)
             self.controls.note("restored", f"Redis had lost a part of the run, which goes on after {last}")
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
-        if checkpointer is not None:
-            checkpointer.load(self.manifest, self.state.closed)
-        self.liveness.load(self.state.accounts, self.clock(), self._closed_count)
-        self.rounds = Rounds(self.manifest, self.state)
+        if self.checkpointer is not None:
+            self.checkpointer.load(self.manifest, self.state.closed)
+        self.rounds, now = Rounds(self.manifest, self.state), self.clock()
+        self.liveness.load(self.state.accounts, now, self.rounds.count)
         self.inbox.clear()
-        self.compactor.load(found.full, found.uncovered, found.snapshots)
-        self.retention.load(self.state, self.epoch, found.tape)
+        self.compactor.load(found.full, found.snapshots, found.tape, self.state, self.epoch, now)
         self._live_at = float("-inf")
         self._has_islands, self._finished_at = True, None
         self.controls.resume_from(self.state)
@@ -158,8 +167,7 @@ class Merger:
         self.transport.merger.rewind()
         left = self.transport.reader.backlog()  # islands may send faster than we read
         while left > 0 and (waiting := self.transport.merger.updates(0.0, self._read_count)):
-            self.retention.follow(self.state, self.epoch)
-            self._receive(waiting)
+            self._receive(waiting, self.clock())
             left -= len(waiting)
         self.controls.note("served", f"epoch {self.epoch} begins after {self.manifest.described(self.state.closed)}")
         resume = Resume(self.state.closed, self.epoch)
@@ -169,47 +177,30 @@ class Merger:
 
     def turn(self, block_seconds: float = BLOCK_SECONDS) -> bool:
         """Read what has arrived, then call and close the rounds that are due. Return whether one was closed."""
-        with self.busy.working():
-            return self._turn(block_seconds)
-
-    def _turn(self, block_seconds: float) -> bool:
         seen = self._look(block_seconds)
+        now = self._began_at = self.clock()
         if seen.control is not None:
             self._follow_controls(seen.control)
         if seen.presences is not None:
-            self._note_presences(seen.presences)
-        self.retention.release(
-            self.state, self.epoch, wait=False
-        )  # first, because the next commit stores which rounds are covered
-        self._compact()
-        self.retention.follow(self.state, self.epoch)
-        self._receive(seen.deliveries)
-        if calls := [Call(number, self.manifest.fragment_of(number)) for number in self.rounds.calls()]:
+            self._note_presences(seen.presences, now)
+        self._release(now)  # first, because the next commit stores which rounds are covered
+        self.compactor.write(self.epoch, self.state, self.fragments, self.snapshots, now)
+        self._receive(seen.deliveries, now)
+        if calls := self.rounds.calls():
             self.transport.merger.announce(self.epoch, *calls)
-        if not self.live and self.clock() - self._heard_at < self.linger_seconds:
-            return False
         closed = False
-        while (close := self.rounds.close(self.clock(), self.live, self.inbox.waiting_fragments())) is not None:
-            self._close(close)
-            closed = True
-        self._settle()
-        self._finished_at = (self._finished_at or self.clock()) if self._is_finished() else None
-        self.retention.checkpoint_if_due(self.state, self.epoch, is_last=self._finished_at is not None)
+        if self.live or now - self._heard_at >= self.linger_seconds:
+            while (close := self.rounds.close(now, self.live, self.inbox.waiting_fragments())) is not None:
+                now, closed = self._close(close, now), True
+            now = self._settle() or now
+            self._finished_at = (self._finished_at or now) if self._is_finished() else None
+            self._take_checkpoint(now)
+        self._busy_seconds += now - self._began_at
         return closed
-
-    def _compact(self) -> None:
-        """Point to the compaction whose upload has ended, if there is one, and begin with the next that is due."""
-        placed = self.compactor.placed()
-        if placed is not None:
-            snapshot = placed.snapshot
-            self.compactor.covered(snapshot.fragment, snapshot.round, snapshot.version)
-            trim = self.retention.not_needed(self.state)
-            self.transport.merger.compact(self.epoch, placed, self.state.closed, trim)
-        self.compactor.begin(self.epoch, self.fragments, self.snapshots)
 
     def _is_finished(self) -> bool:
         """Return whether the run has made all its steps, its islands have left, and nothing waits to be merged."""
-        is_done = self.state.closed > 0 and self.state.step >= self.controls.next_config(self.state).inner.steps
+        is_done = self.state.closed > 0 and self.state.step >= self.controls.next_config.inner.steps
         return is_done and not self._has_islands and self.transport.reader.backlog() == 0
 
     def is_over(self) -> bool:
@@ -219,32 +210,23 @@ class Merger:
         """
         if self._finished_at is None or self.clock() - self._finished_at < FINISHED_SECONDS:
             return False
-        return self.retention.is_covered(self.state)
-
-    def _patience(self, block_seconds: float) -> float:
-        deadline = self.rounds.deadline()
-        if deadline is None:
-            return block_seconds
-        return min(block_seconds, max(0.0, deadline - self.clock()))
+        return self.checkpointer is None or not self.checkpointer.lacks(self.state)
 
     def _look(self, block_seconds: float) -> Seen:
         """Wait for contributions, and renew the lease and read what is around if it is time, in one round trip."""
-        now = self.clock()
-        renewal = Renewal(self.epoch, self.holder, self.lease_seconds) if self._must_renew() else None
+        now, deadline = self.clock(), self.rounds.deadline()
+        must_renew = bool(self.epoch) and now - self._renewed_at >= self.lease_seconds / 4
+        renewal = Renewal(self.epoch, self.holder, self.lease_seconds) if must_renew else None
         around = now - self._live_at >= self.live_poll_seconds
-        patience = self._patience(block_seconds)
-        with self.busy.waiting():
-            seen = self.transport.merger.look(patience, self._read_count, renewal, around=around)
+        patience = block_seconds if deadline is None else min(block_seconds, max(0.0, deadline - now))
+        seen = self.transport.merger.look(patience, self._read_count, renewal, around=around)
         self._renewed_at = now if renewal else self._renewed_at
         self._live_at = now if around else self._live_at
         return seen
 
-    def _must_renew(self) -> bool:
-        return bool(self.epoch) and self.clock() - self._renewed_at >= self.lease_seconds / 4
-
     def _renew(self) -> None:
         """Renew the lease if it is held and it is time."""
-        if self._must_renew():
+        if self.epoch and self.clock() - self._renewed_at >= self.lease_seconds / 4:
             self._require_lease()
 
     def _require_lease(self) -> None:
@@ -252,122 +234,150 @@ class Merger:
         self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
         self._renewed_at = self.clock()
 
-    def _note_presences(self, every: Sequence[Presence]) -> None:
+    def _note_presences(self, every: Sequence[Presence], now: float) -> None:
         self.transport.merger.forget(self.epoch, every)
-        refused = (self.controls.refuses, self.inbox.is_fickle)
-        presences = [p for p in every if not any(refuses(p.heartbeat.island) for refuses in refused)]
-        self.live = self.liveness.look(presences, self.clock(), self._closed_count)
-        self._has_islands = any(presence.is_live for presence in presences)
-        unreadable = {number for presence in presences if presence.is_live for number in presence.unreadable}
-        self.compactor.want(unreadable & set(self.manifest.own_fragments))
-        self.controls.tell_of_idle(self.liveness.idle)
-
-    @property
-    def _closed_count(self) -> int:
-        """How many rounds of this run or shard have closed."""
-        return self.manifest.own_rounds.until(self.state.closed)
+        presences = [presence for presence in every if presence.heartbeat.island not in self.inbox.barred]
+        live = [presence for presence in presences if presence.is_live]
+        self._has_islands, before = bool(live), self.liveness.idle
+        self.live = self.liveness.look(presences, now, self.rounds.count)
+        if self.liveness.idle - before:
+            self.controls.tell_of_idle(self.liveness.idle)
+        if unreadable := [presence.unreadable for presence in live if presence.heartbeat.unreadable]:
+            self.compactor.want(set.union(*unreadable), now)
 
     def _follow_controls(self, requests: Mapping[str, str]) -> None:
         """Apply the operator's requests if they have changed."""
         if not self.controls.hear(requests, self.state):
             return
-        control = self.controls.control
-        self.rounds.config, self.rounds.is_paused = self.controls.next_config(self.state).sync, control.is_paused
+        control, config = self.controls.control, self.controls.next_config
+        self.rounds.config, self.rounds.is_paused, self.inbox.config = config.sync, control.is_paused, config
         self.rounds.forget(control.expelled)
-        self.inbox.refuse_expelled(self.state, self.epoch)
+        self.inbox.expel(control.expelled, self.state, self.epoch)
 
-    def _receive(self, deliveries: Iterable[Delivery]) -> None:
+    def _receive(self, deliveries: Iterable[Delivery], now: float) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.follow(self._wanted_checkpoint, now)
         for contribution in self.inbox.receive(deliveries, self.state, self.epoch):
-            island, now = contribution.island, self.clock()
-            self.liveness.heard(island, now, self._closed_count)
+            island, self._heard_at = contribution.island, now
+            self.liveness.heard(island, now, self.rounds.count)
             self.rounds.answer(contribution, now)
-            self._heard_at = now
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
             if (island in self.live) == contribution.farewell:
                 self.live = self.live ^ {island}
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
-    def _close(self, close: Close) -> None:
-        began, spectra_seconds = self.clock(), self.spectra.seconds
-        p = self.manifest.fragment_of(close.round)
-        after = self.state.copy()
+    def _close(self, close: Close, now: float) -> float:
+        """Merge a round, and begin to commit it. Return the time after that."""
+        p, spectra_seconds = close.fragment, self.spectra.seconds
+        before, after = self.state, self.state.copy()
         steered = self.controls.apply_settings(after)
         addends = self.inbox.take(p)
         merged = self.rules.close(self.fragments[p], after, addends, len(self.live))
-        merge_seconds, spectra_seconds = self.clock() - began, self.spectra.seconds - spectra_seconds
+        merged_at, spectra_seconds = self.clock(), self.spectra.seconds - spectra_seconds
         self._settle()  # the round before, whose commit was under way meanwhile
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
-        step = self._next_step([addend.contribution for addend in addends])
-        self.rules.advance(after, close.round, step, merged, addends)
-        entries = tuple(addend.entry for addend in addends)
-        size = sum(addend.contribution.bytes for addend in addends)
-        snapshot_version = self.manifest.version_after(close.round)
-        is_full = self.compactor.carries_full(p, snapshot_version)
-        if is_full:
-            self.compactor.covered(p, close.round, snapshot_version)
-        self.retention.kept.append(MergedEntries(close.round, p, entries, size))
-        trim = self.retention.not_needed(self.state)
-        record = RoundRecord(
-            close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
+        contributions = [addend.contribution for addend in addends]
+        # A step that no member can have reached is lowered.
+        others = claims.global_steps(before.accounts, before.closed)
+        step = claims.next_step(before.step, contributions, others, self.manifest.stride, self.live)
+        self.rules.advance(after, close.round, step, merged, contributions)
+        tape = TapeEntry(
+            round=close.round,
+            fragment=p,
+            version=close.version,
+            epoch=self.epoch,
+            step=step,
+            gain=merged.gain,
+            quorum_seconds=close.quorum_seconds,
+            grace_seconds=close.grace_seconds,
+            open_seconds=close.open_seconds,
+            live=len(self.live),
+            bytes_up=sum(c.bytes for c in contributions),
+            loss=math.nan,
+            digest="",
+            members=merged.members,
+            unix_seconds=self.wall(),
+            merge_seconds=merged_at - now,
+            spectra_seconds=spectra_seconds,
+            busy_seconds=self._busy_seconds + merged_at - self._began_at,
+            steered=steered,
         )
-        before, epoch = self.state, self.epoch
-        uncovered = self.manifest.own_rounds.between(self.compactor.oldest, close.round)
+        self._busy_seconds, self._began_at = 0.0, merged_at
+        kept = self.compactor.closing(tape, after.covered)
 
         def commit() -> tuple[Commit, float]:
-            made = build_commit(self.manifest, record, merged, addends, before, after, trim, is_full, uncovered)
-            self.transport.merger.commit(epoch, made)
-            return made, self.clock() - began
+            made = build_commit(self.manifest, tape, merged, before, after, kept)
+            self.transport.merger.commit(tape.epoch, made)
+            return made, self.clock()
 
-        self._under_way = self._commits(commit)
-        self._before, self.state, self.fragments[p] = before, after, merged.state
-        self.rounds.advance(after)
+        self._under_way = UnderWay(self._commits(commit), now, before)
+        self.state, self.fragments[p] = after, merged.state
+        self.rounds.advance(after, close)
+        return merged_at
 
-    def _settle(self) -> None:
-        """Wait for the commit that is under way, if there is one. Raise its error if it has failed.
+    def _settle(self) -> float | None:
+        """Wait for the commit that is under way, if there is one, and return its end. Raise its error if it has failed.
 
         Rounds that are due together overlap: while one is committed, the next one is merged. Until a commit
         has settled, nothing else is written but renewals of the lease. After one that failed, the merger loads again.
         """
         if self._under_way is None:
-            return
-        under_way, self._under_way = self._under_way, None
+            return None
+        (job, closed_at, before), self._under_way = self._under_way, None
         try:
-            commit, seconds = awaited(under_way, self._renew)
+            commit, now = awaited(job, self._renew)
         except WithdrawnError as error:
-            self.inbox.withdrawn[error.island] += 1
+            self.inbox.note_withdrawn(error.island)
             raise
         tape, snapshot = commit.tape, commit.snapshot
-        self.compactor.committed(tape, snapshot, is_full=commit.compaction is not None)
+        self.compactor.committed(commit, now)
         self.snapshots[snapshot.fragment] = snapshot
-        self.rounds.committed(seconds)
-        self.controls.tell_of_scores(self._before.scores, self.state.scores)
+        self.rounds.committed(now - closed_at)
+        self.controls.tell_of_scores(before.scores, self.state.scores)
         if tape.steered:
             log.info("steered from round %s on: %s", tape.round, tape.steered)
             self.controls.note("steered", f"{tape.steered} from round {tape.round} on")
         self.on_round(tape, snapshot)
-
-    def _next_step(self, members: Sequence[Contribution]) -> int:
-        """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
-        others = claims.global_steps(self.state.accounts, self.state.closed)
-        return claims.next_step(self.state.step, members, others, self.manifest.stride, self.live)
+        return now
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
+    @property
+    def _wanted_checkpoint(self) -> str:
+        """The operator's request for a checkpoint that was not taken yet; empty when there is none."""
+        asked = self.controls.control.checkpoint
+        return "" if asked == self.state.control.get(CHECKPOINT) else asked
+
     def _cut(self, number: int, asked: str) -> CheckpointCut:
+        """Return the run as it is now, and tell the islands that this is checkpoint `number`."""
         state = self.state.copy()
-        self.controls.took_checkpoint(
-            state, asked
-        )  # so that a restored run does not take the requested checkpoint again
-        return CheckpointCut(
-            manifest=self.manifest,
-            number=number,
-            round=state.closed,
-            covered=state.covered,
-            state=state.to_json(),
-            fragments=dict(self.fragments),
-            snapshots=dict(self.snapshots),
-            cursors=dict(state.cursors),
-            counters=Counters(**state.counts()),
-            waiting=tuple(self.inbox.entries()),
-        )
+        if asked:  # so that a restored run does not take the requested checkpoint again
+            state.control[CHECKPOINT] = asked
+        self.transport.merger.announce(self.epoch, Marker(number, state.closed))
+        return CheckpointCut(number, state, dict(self.fragments), dict(self.snapshots), tuple(self.inbox.entries()))
+
+    def _release(self, now: float, *, wait: bool = False) -> None:
+        """Trim the entries that a finished checkpoint covers. With `wait`, first wait for the one in progress."""
+        if self.checkpointer is None:
+            return
+        if self.checkpointer.finished(self.state, now, wait=wait):
+            self.compactor.trim(self.epoch, self.state)
+        for kind, text in self.checkpointer.news():
+            self.controls.note(kind, text)
+
+    def _take_checkpoint(self, now: float) -> None:
+        asked = self._wanted_checkpoint
+        if self.checkpointer is not None:
+            is_last, is_crowded = self._finished_at is not None, self.compactor.waiting_bytes() > KEPT_BYTES_MAX / 2
+            self.checkpointer.take_if_due(self.state, asked, now, is_last=is_last, is_crowded=is_crowded)
+        elif asked:
+            self.state.control[CHECKPOINT] = asked
+            self.controls.note("checkpoint", "this merger takes no checkpoints (--checkpoint-every 0)")
+
+    def finish(self, pause: Callable[[float], None]) -> None:
+        """Take a last checkpoint and wait for it. `pause` waits that many seconds."""
+        if self.checkpointer is not None:
+            self._release(self.clock(), wait=True)
+            self.checkpointer.take_last(self.state, self._wanted_checkpoint, self.clock, pause)
+            self._release(self.clock(), wait=True)

@@ -158,7 +158,7 @@ def _hand_over(merger: Merger) -> None:
 def _leave(merger: Merger, loaded: bool, why: str, pause: Callable[[float], None]) -> None:
     try:
         if loaded:
-            merger.retention.finish(merger.state, merger.epoch, pause)
+            merger.finish(pause)
         merger.transport.merger.release(merger.epoch)
         merger.controls.note("left", why)
     except BrokerError as error:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 
 from archipelago.broker import control
-from archipelago.broker.config import RunConfig
 from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control, island_field
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Manifest
@@ -40,7 +40,9 @@ class OperatorControls:
         self._shards = [of_shard(transport, manifest, shard) for shard in range(manifest.shards)]
         self.control = Control()
         self._fields: dict[str, str] | None = None
-        self._idle: frozenset[str] = frozenset()  # the islands of the last `tell_of_idle`
+        #: The config of the next round, with the operator's changes.
+        self.next_config = self.config
+        self._settings: dict[str, float] = {}
 
     def resume_from(self, state: RunState) -> None:
         """Continue from the requests that an earlier merger acted on, without noting them again."""
@@ -55,33 +57,18 @@ class OperatorControls:
         if self.control.checkpoint and CHECKPOINT in state.control:
             acted_on[CHECKPOINT] = state.control[CHECKPOINT]
         state.control = acted_on
+        self._settings = control.in_force(self.config, state.steered, self.control)
+        self.next_config = control.steered(self.config, self._settings)
         self._note_changes(before)
         return True
 
-    def next_config(self, state: RunState) -> RunConfig:
-        """Return the config of the next round, with the operator's changes."""
-        return control.steered(self.config, control.in_force(self.config, state.steered, self.control))
-
     def apply_settings(self, state: RunState) -> str:
         """Apply the requested settings to the closing round's state, and return the changes for its tape entry."""
-        after = control.in_force(self.config, state.steered, self.control)
-        changes = control.changes_text(self.config, state.steered, after)
-        state.steered = after
+        if self._settings == state.steered:
+            return ""
+        changes = control.changes_text(self.config, state.steered, self._settings)
+        state.steered = self._settings
         return changes
-
-    def refuses(self, island: str) -> bool:
-        """Return whether the island is expelled."""
-        return self.control.islands.get(island) == EXPEL
-
-    def wanted_checkpoint(self, state: RunState) -> str:
-        """Return the request for a checkpoint that was not taken yet; empty when there is none."""
-        asked = self.control.checkpoint
-        return "" if asked == state.control.get(CHECKPOINT) else asked
-
-    def took_checkpoint(self, state: RunState, asked: str) -> None:
-        """Note that the requested checkpoint is on disk. A merger that takes over before that takes it."""
-        if asked:
-            state.control[CHECKPOINT] = asked
 
     def note(self, kind: str, text: str) -> None:
         """Write a note for operators. The run continues if that fails."""
@@ -107,13 +94,11 @@ class OperatorControls:
             text = f"{island}: its weight was lowered in {after[island].lowered} rounds in a row (merge.expel_after)"
             self._tell("expelled", text, logging.WARNING)
 
-    def tell_of_idle(self, idle: frozenset[str]) -> None:
-        """Log and note when more islands are live without counting."""
-        if idle - self._idle:
-            text = f"rounds no longer wait for {len(idle)} islands that send heartbeats and contribute nothing"
-            log.warning("%s, such as %s", text, min(idle), extra={"code": "islands.idle"})
-            self.note("idle", f"{text}, such as {min(idle)}")
-        self._idle = idle
+    def tell_of_idle(self, idle: AbstractSet[str]) -> None:
+        """Log and note that islands are live without counting."""
+        text = f"rounds no longer wait for {len(idle)} islands that send heartbeats and contribute nothing"
+        log.warning("%s, such as %s", text, min(idle), extra={"code": "islands.idle"})
+        self.note("idle", f"{text}, such as {min(idle)}")
 
     def _expel(self, island: str) -> bool:
         """Expel an island from all shards: islands hear shard 0, and each merger its own. Return whether one did."""

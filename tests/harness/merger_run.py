@@ -21,7 +21,7 @@ from archipelago.broker.transport import Transport
 from archipelago.broker.wire import newest, pack, unpack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
-from archipelago.merger.committing import full_state
+from archipelago.merger.committing import Uncovered, full_state
 from archipelago.merger.executor import Spawn, at_once
 from archipelago.merger.record import Recorder
 from archipelago.merger.replay import replay_round
@@ -291,12 +291,13 @@ class Later:
 
 def take_checkpoint(merger: Merger) -> None:
     """Take a checkpoint now, as an operator's request does."""
-    merger.retention.take(merger.state, merger.epoch)
+    assert merger.checkpointer is not None
+    merger.checkpointer.take(merger.state, merger.clock())
 
 
 def finish(merger: Merger) -> None:
     """Take a last checkpoint and wait for it, as a merger that ends does."""
-    merger.retention.finish(merger.state, merger.epoch, lambda seconds: None)
+    merger.finish(lambda seconds: None)
 
 
 def compact_now(merger: Merger, p: int) -> None:
@@ -305,4 +306,4 @@ def compact_now(merger: Merger, p: int) -> None:
     if full.snapshot.version > merger.transport.reader.fragment(p)[0].version:
         of = merger.transport.merger
         of.compact(merger.epoch, of.place(merger.epoch, full), merger.state.closed, [])
-        merger.compactor.covered(full.snapshot.fragment, full.snapshot.round, full.snapshot.version)
+        merger.compactor.fragments[p] = Uncovered(full.snapshot.round, full.snapshot.version)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import archipelago.merger.retention
+import archipelago.merger.committing
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import Transport
 from archipelago.merger import record
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
+from archipelago.merger.committing import ENTRY_BYTES
 from archipelago.merger.executor import at_once
 from archipelago.merger.record import Recorder
-from archipelago.merger.retention import ENTRY_BYTES
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.ops.watch.advice import problems
@@ -88,7 +88,7 @@ def test_the_oldest_entries_are_trimmed_above_the_limit(
     merger = serving(run, Shelf(), spawn=Later())
     run.play(merger, 1)
     one_round = sum(ENTRY_BYTES + len(payload) for _, payload in run.sent)
-    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 3 * one_round + 100)
+    monkeypatch.setattr(archipelago.merger.committing, "KEPT_BYTES_MAX", 3 * one_round + 100)
     run.play(merger, 2, 3)
     assert (run.kept_rounds(), caplog.records) == ([1, 2, 3], [])
     run.play(merger, 4, 5)

@@ -103,7 +103,7 @@ def test_compactions_write_fewer_bytes_than_rounds_whose_entries_they_free() -> 
         most = max(most, len(needed))
     assert 4 < most < 40
     again = run.merger()
-    assert {entry for merged in again.retention.kept for entry in merged.entries} == set(run.stored.kept)
+    assert {member.entry for entry in again.compactor.kept for member in entry.members} == set(run.stored.kept)
     assert not any(commit.compaction for commit in commits)
     small = sum(entry.bytes_up for entry in run.transport.reader.tape(100)) + sum(len(c.difference) for c in commits)
     assert len(compactions) > 2
@@ -179,11 +179,11 @@ def test_one_is_due_by_bytes_and_by_the_time_of_a_restart() -> None:
         (0.0, 0.99, False), (0.0, 1.0, False), (9.0, 0.99, False), (9.0, 1.0, True), (0.0, MOST, True),
     ):  # fmt: skip
         began.clear()
-        compactor = Compactor(merger.transport, run.manifest, run.clock, spawn, restart_seconds=5.0)
+        compactor = Compactor(merger.transport, run.manifest, spawn, restart_seconds=5.0)
         (entry,) = run.transport.reader.tape(1)
         entry = replace(entry, merge_seconds=seconds, bytes_up=int(times * size + 0.5))
-        compactor.committed(entry, replace(merger.snapshots[0], difference_bytes=0), is_full=False)
-        compactor.begin(1, merger.fragments, merger.snapshots)
+        compactor.fragments[0].add(entry, difference_bytes=0)
+        compactor.write(1, merger.state, merger.fragments, merger.snapshots, 0.0)
         assert bool(began) == is_due, (seconds, times)
 
 

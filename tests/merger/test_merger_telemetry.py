@@ -15,10 +15,8 @@ from archipelago.broker.messages import RoundMember
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.merger import merge_rules
-from archipelago.merger.executor import BusyTime
 from archipelago.merger.service import Merger
 from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
-from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.broker.observe.test_metrics import values as exported
 from tests.harness.merger_run import ISOTROPIC, MergerRun, constant, logged_codes
@@ -135,21 +133,3 @@ def test_a_merger_that_cannot_keep_up_says_so_once(
     assert (shown["busy_ratio"] > 0.9) is is_slow
     assert shown["spectra_ratio"] == pytest.approx(shown["busy_ratio"])
     assert shown["stretch_ratio"] > 0.0
-
-
-# -- the time that a merger works --------------------------------------------------------------------------------------
-
-
-def test_waiting_and_the_time_between_turns_do_not_count() -> None:
-    clock = VirtualClock()
-    busy = BusyTime(clock)
-    assert busy.take() == 0.0
-    for _ in range(2):
-        with busy.working():
-            clock.now += 1.0
-            assert busy.take() == 1.0, "a take in the middle divides the time"
-            with busy.waiting():
-                clock.now += 100.0
-            clock.now += 2.0
-        clock.now += 100.0
-        assert [busy.take() for _ in range(2)] == [2.0, 0.0]

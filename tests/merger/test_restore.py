@@ -16,7 +16,7 @@ from archipelago.broker.errors import ConfigError, FencedError
 from archipelago.broker.full_state import joined
 from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Resume, TapeEntry
-from archipelago.merger import outer, retention
+from archipelago.merger import committing, outer
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.replay import DifferenceError, replay_round
 from archipelago.merger.restore import load
@@ -119,7 +119,7 @@ def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture
 
 
 def test_what_a_checkpoint_covers_is_deleted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "TRIMMED_MAX", 3)
+    monkeypatch.setattr(committing, "TRIMMED_MAX", 3)
     run, sizes = MergerRun(CONFIG, quorum=2), list[int]()
 
     def note(name: str, *args: Any) -> None:

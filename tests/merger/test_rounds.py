@@ -29,7 +29,7 @@ def rounds(closed: int = 0, timing: RoundTiming | None = None, fragments: int = 
 def commit(some: Rounds, close: Close, sync_seconds: float = 0.0) -> None:
     """Commit a round as the merger does."""
     timing = some.timing.after_quorum(close.quorum_seconds, some.config.smoothing)
-    some.advance(replace(some._state, closed=close.round, timing=timing))
+    some.advance(replace(some._state, closed=close.round, timing=timing), close)
     some.committed(sync_seconds)
 
 
@@ -37,6 +37,10 @@ def answered(island: str, number: int = 1, *, farewell: bool = False, step_secon
     return samples.contribution(
         island=island, round=number, fragment=(number - 1) % FRAGMENTS, farewell=farewell, step_seconds=step_seconds
     )
+
+
+def called(some: Rounds) -> list[int]:
+    return [call.round for call in some.calls()]
 
 
 def waiting(*numbers: int) -> set[int]:
@@ -54,22 +58,22 @@ def test_the_first_contribution_calls_its_round_once() -> None:
     some = rounds()
     assert (some.calls(), some.deadline()) == ([], None)
     some.answer(answered("a"), 0.0)
-    assert some.calls() == [1]
+    assert called(some) == [1]
     some.answer(answered("b"), 1.0)
-    assert some.calls() == []
+    assert called(some) == []
 
 
 def test_only_open_rounds_are_called() -> None:
     some = rounds(closed=4, window=2)
     for number in (7, 6):
         some.answer(answered("a", number), 0.0)
-    assert some.calls() == [6]  # 5 and 6 are open
+    assert called(some) == [6]  # 5 and 6 are open
     some.answer(answered("a", 5), 0.0)
-    assert some.calls() == [5]
+    assert called(some) == [5]
     close = some.close(0.0, frozenset("a"), waiting(5, 6, 7))
     assert close is not None
     commit(some, close, 0.0)
-    assert some.calls() == [7]
+    assert called(some) == [7]
 
 
 # -- closing by answers --------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ def test_a_round_closes_once_all_live_islands_have_answered() -> None:
     some.answer(answered("b"), 12.0)
     close = some.close(12.5, LIVE, waiting(1))
     # The quorum is noted by the first call after it. The stride is 2 s, and Eq. 3 gives ½ · 2 · 2 s.
-    assert close == Close(1, quorum_seconds=2.5, grace_seconds=2.0, open_seconds=2.5)
+    assert close == Close(1, 0, 1, quorum_seconds=2.5, grace_seconds=2.0, open_seconds=2.5)
 
 
 def test_farewells_and_answers_of_dead_islands_count_and_repeats_do_not() -> None:
@@ -101,7 +105,7 @@ def test_farewells_and_answers_of_dead_islands_count_and_repeats_do_not() -> Non
     some = rounds(quorum=2, grace=0.0)
     some.answer(answered("gone"), 0.0)
     assert some.close(1.0, LIVE, waiting(1)) is None
-    assert some.close(2.0, frozenset("a"), waiting(1)) == Close(1, 2.0, 0.0, 2.0), "a dead island does not count"
+    assert some.close(2.0, frozenset("a"), waiting(1)) == Close(1, 0, 1, 2.0, 0.0, 2.0), "a dead island does not count"
 
 
 # -- closing by the clock ------------------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ def test_grace_by_hand() -> None:
     assert (some.deadline(), some.close(12.5, live, waiting(1))) == (None, None)
     some.is_paused = False
     assert some.close(math.nextafter(12.5, 0.0), live, waiting(1)) is None
-    assert some.close(12.5, live, waiting(1)) == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=2.5)
+    assert some.close(12.5, live, waiting(1)) == Close(1, 0, 1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=2.5)
     some = rounds()
     some.answer(answered("a", step_seconds=1.0), 0.0)
     assert some.close(0.0, live, waiting(1)) is None
@@ -132,7 +136,7 @@ def test_grace_by_hand() -> None:
 def test_without_grace_or_slack_a_round_closes_at_its_quorum_and_never_before() -> None:
     for some in (rounds(grace=0.0), rounds(timing=RoundTiming(quorum_seconds=4.0, sync_seconds=0.5))):
         some.answer(answered("a"), 3.0)
-        assert some.close(3.0, LIVE, waiting(1)) == Close(1, 0.0, 0.0, 0.0)
+        assert some.close(3.0, LIVE, waiting(1)) == Close(1, 0, 1, 0.0, 0.0, 0.0)
     some = rounds(quorum=2)
     some.answer(answered("a"), 0.0)
     assert some.close(1e9, frozenset("abc"), waiting(1)) is None
@@ -149,16 +153,16 @@ def test_a_later_round_has_its_own_quorum_and_grace() -> None:
     some.answer(answered("a", 1), 10.0)
     assert some.close(10.0, LIVE, waiting(1, 2)) is None
     close = some.close(12.0, LIVE, waiting(1, 2))
-    assert close == Close(1, quorum_seconds=0.0, grace_seconds=2.0, open_seconds=2.0)
+    assert close == Close(1, 0, 1, quorum_seconds=0.0, grace_seconds=2.0, open_seconds=2.0)
     commit(some, close, 0.0)
     assert some.deadline() == 2.0  # its grace window ended long ago
-    assert some.close(12.0, LIVE, waiting(2)) == Close(2, 0.0, 2.0, 12.0)
+    assert some.close(12.0, LIVE, waiting(2)) == Close(2, 1, 1, 0.0, 2.0, 12.0)
 
 
 def test_late_contributions_and_those_of_other_fragments_are_no_answers() -> None:
     some = rounds(closed=4)
     some.answer(answered("a", 1), 0.0)  # round 1 and round 5 sync the same fragment
-    assert some.calls() == []
+    assert called(some) == []
     for live in (frozenset[str](), LIVE):
         assert some.close(1e6, live, set()) is None
     assert some.close(1e6, frozenset("a"), waiting(5)) is None

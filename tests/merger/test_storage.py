@@ -126,7 +126,7 @@ def test_a_run_of_an_earlier_version_is_not_touched_and_its_checkpoint_is_restor
 
 
 def turn_of_copier(merger: Merger) -> float:
-    checkpointer = merger.retention.checkpointer
+    checkpointer = merger.checkpointer
     assert checkpointer is not None
     assert checkpointer.copier is not None
     return checkpointer.copier.turn()

@@ -107,7 +107,7 @@ class MergerProcess(Process):
         if self.merger.epoch:
             if self.loaded:
                 merger, go_on = self.merger, lambda seconds: self.simulation.go_on_without(self, 1)
-                merger.retention.finish(merger.state, merger.epoch, go_on)
+                merger.finish(go_on)
             self.connection.merger.release(self.merger.epoch)
         raise Crash("it left")
 
