@@ -16,7 +16,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -259,7 +259,7 @@ class WireConfig:
     down: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
     zstd_level: Annotated[int, Ge(0), Le(19)] = 1
 
-    @property
+    @cached_property
     def sends_differences(self) -> bool:
         """Whether snapshots travel as differences. An island that is new or has missed some gets a full snapshot."""
         return self.down not in ("float32", "bfloat16")
@@ -296,7 +296,7 @@ class RunConfig:
     adopt: AdoptConfig = field(default_factory=AdoptConfig)
     wire: WireConfig = field(default_factory=WireConfig)
 
-    @property
+    @cached_property
     def has_user_loops(self) -> bool:
         """Whether the islands train a model of their users: by their scripts, or as a task."""
         return self.model.size == OWN_MODEL

@@ -153,7 +153,7 @@ class Manifest:
         """Return the rounds of this run or shard that can be open after that one. No two of them share a fragment."""
         return self.own_rounds.following(closed, min(self.config.sync.window, len(self.own_fragments)))
 
-    @property
+    @cached_property
     def stride(self) -> float:
         """The inner steps from one round of this run or shard to the next, H / P."""
         return self.config.sync.interval / len(self.own_fragments)

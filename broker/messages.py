@@ -11,13 +11,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, MaxLen
 from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
 
 from archipelago.broker.errors import WireError
+from archipelago.broker.ranges import ReadPosition, parse_positions
 
 Message = TypeVar("Message")
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -60,7 +61,7 @@ class Identified:
     incarnation: str
     sequence: int
 
-    @property
+    @cached_property
     def identity_text(self) -> str:
         """The identity as text: `island/incarnation/sequence`."""
         return f"{self.island}/{self.incarnation}/{self.sequence}"
@@ -99,10 +100,15 @@ class Contribution(Identified):
     digest: Digest
     data: Annotated[str, MaxLen(4096)] = ""
 
-    @property
+    @cached_property
     def identity(self) -> tuple[str, str, int]:
         """The identity, which a resent or redelivered copy shares with the first one."""
         return (self.island, self.incarnation, self.sequence)
+
+    @cached_property
+    def positions(self) -> tuple[ReadPosition, ...]:
+        """The positions in `data`. Raises WireError if they cannot be read."""
+        return parse_positions(self.data)
 
 
 @dataclass(frozen=True)

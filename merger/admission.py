@@ -18,7 +18,7 @@ from archipelago.broker.commits import Delivery, nothing
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
-from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
+from archipelago.broker.ranges import RANGES_MAX, advanced
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.executor import Spawn, at_once, awaited
@@ -79,7 +79,7 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason(*found)
     if c.codec not in (config.wire.up, config.wire.thin):
         return Reason("codec", f"this run does not use codec {c.codec[:32]!r}")
-    if fault := _fault_of_positions(c.data, RANGES_MAX if config.has_user_loops else config.data.shards):
+    if fault := _fault_of_positions(c, RANGES_MAX if config.has_user_loops else config.data.shards):
         return Reason("data", fault)
     staleness = version - c.base
     if staleness > config.sync.staleness_cap:
@@ -87,13 +87,12 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
     return None
 
 
-def _fault_of_positions(data: str, ranges: int) -> str:
+def _fault_of_positions(contribution: Contribution, ranges: int) -> str:
     """Return what is wrong with the island's reading positions in the corpus, or an empty text."""
     try:
-        positions = parse_positions(data)
+        beyond = [position.range for position in contribution.positions if int(position.range) >= ranges]
     except WireError as error:
         return error.reason
-    beyond = [position.range for position in positions if int(position.range) >= ranges]
     return f"range {beyond[0]} of {ranges} does not exist" if beyond else ""
 
 
@@ -296,7 +295,7 @@ class Inbox:
         """Let a contribution, whose room is reserved, wait for its fragment's next round."""
         c = addend.contribution
         self._waiting[c.fragment].addends.append(addend)
-        self.cursors |= advanced(self.cursors, parse_positions(c.data))
+        self.cursors |= advanced(self.cursors, c.positions)
 
     def _drop(self, p: int) -> list[Addend]:
         """Forget what waits for a fragment's next round, and return it."""
@@ -305,7 +304,7 @@ class Inbox:
             self._identities.discard(addend.contribution.identity)
             self._entries.pop(addend.entry, None)
         waiting = (addend.contribution for each in self._waiting.values() for addend in each.addends)
-        self.cursors = advanced({}, (position for c in waiting for position in parse_positions(c.data)))
+        self.cursors = advanced({}, (position for c in waiting for position in c.positions))
         return dropped
 
     # -- refusals -----------------------------------------------------------------------------------------------------

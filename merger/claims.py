@@ -17,14 +17,15 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from statistics import median_high
 from typing import NamedTuple
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig, SyncConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
-from archipelago.broker.ranges import ReadPosition, parse_positions
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.shards.layout import OwnRounds
-from archipelago.merger.scores import Score, upper_median
+from archipelago.merger.scores import Score
 
 #: An island counts until this many rounds have closed without it.
 SILENT_ROUNDS = 64
@@ -143,14 +144,14 @@ def seen(
         steps[i] = max(1, min(c.steps, math.ceil(strides * sync.interval / fragments), credit[c.island]))
         credit[c.island] = max(0, credit[c.island] - steps[i])
         largest[c.island] = max(c.tokens / c.steps, largest.get(c.island, 0.0))
-    usual = min(upper_median(list(largest.values())) if largest else 0.0, usual_batch or math.inf)
+    usual = min(median_high(list(largest.values())) if largest else 0.0, usual_batch or math.inf)
     return SeenWork(steps, [min(c.tokens / c.steps, usual) for c in contributions], credit)
 
 
 def usual_batch(accounts: Mapping[str, Account], closed: int) -> float:
     """Return the upper median of the batches that islands have claimed last, of those that contributed of late."""
     batches = [account.batch for account in accounts.values() if closed - account.round <= SILENT_ROUNDS]
-    return upper_median(batches) if batches else 0.0
+    return median_high(batches) if batches else 0.0
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------
@@ -180,10 +181,10 @@ def next_step(
     if furthest is None:
         return step
     steps = {**others, **{c.island: c.global_step for c in members}}
-    claimed = sorted(each for island, each in steps.items() if island != furthest.island)
+    claimed = [each for island, each in steps.items() if island != furthest.island]
     if not claimed and live <= {furthest.island}:
         return max(step, furthest.global_step)
-    usual = claimed[len(claimed) // 2] if claimed else 0  # the upper median, which a minority moves neither way
+    usual = median_high(claimed) if claimed else 0  # a minority moves it neither way
     return max(step, min(furthest.global_step, max(step + math.ceil(STRIDES_OF_A_ROUND * stride), usual)))
 
 
@@ -241,7 +242,7 @@ def believed_data(
     reach = math.ceil(sequences) + config.sync.interval * data.batch_size
     believed: list[ReadPosition] = []
     moved: dict[str, tuple[int, int]] = {}
-    for read in parse_positions(contribution.data):
+    for read in contribution.positions:
         cursor = max(each.get(read.range, (0, 0)) for each in (cursors, waiting, moved))
         believed.append(position := _believed_position(read, cursor, reach, range_sequences))
         if position.cursor > cursor:

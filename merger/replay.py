@@ -55,44 +55,38 @@ def replay_round(
     where = f"round {tape.round}"
     if tape.round != (number := rules.manifest.own_rounds.next(state.closed)):
         raise DifferenceError(f"{where} is on the tape where round {number} should be", code="replay.round")
-    if tape.fragment != rules.manifest.fragment_of(tape.round):
-        raise DifferenceError(
-            f"{where} does not sync fragment {tape.fragment}, which the tape names", code="replay.round"
-        )
+    p, version = rules.manifest.fragment_of(tape.round), rules.manifest.version_after(tape.round)
+    if (tape.fragment, tape.version) != (p, version):
+        what = f"fragment {tape.fragment} with version {tape.version}"
+        raise DifferenceError(f"{where} does not sync {what}, which the tape names", code="replay.round")
     try:
         steered = control.after_changes(rules.manifest.config, state.steered, tape.steered)
     except WireError as error:
         raise DifferenceError(f"{where}: {error.reason}") from None
     try:
-        merged, addends = merge_recorded(rules, replace(state, steered=steered), fragment, tape, deliveries)
+        addends = _addends(rules, tape, deliveries)
     except WireError as error:
         raise DifferenceError(
             f"{where}: a contribution cannot be read ({error.reason})", code="replay.contribution"
         ) from None
+    merged = rules.close(fragment, replace(state, steered=steered), addends, tape.live, tape)
     if exactly:
         require_same(tape, merged)
     if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in addends)]):
         raise DifferenceError(f"{where}: no member explains step {tape.step}")
     state.steered = steered
-    rules.advance(state, tape.round, tape.step, merged, [addend.contribution for addend in addends])
+    rules.advance(state, tape, tape.step, merged, [addend.contribution for addend in addends])
     return merged.state
 
 
-def merge_recorded(
-    rules: RoundMerge, state: RunState, fragment: FragmentState, tape: TapeEntry, deliveries: Sequence[Delivery]
-) -> tuple[MergedRound, list[Addend]]:
-    """Merge these contributions in the order of the tape, and change nothing.
-
-    Raises:
-        WireError: A contribution cannot be read.
-    """
+def _addends(rules: RoundMerge, tape: TapeEntry, deliveries: Sequence[Delivery]) -> list[Addend]:
+    """Return the contributions in the order of the tape. Raises WireError if one cannot be read."""
     places = {member.identity_text: place for place, member in enumerate(tape.members)}
     known = [(places.get(d.contribution.identity_text, len(places)) if d.contribution else -1, d) for d in deliveries]
-    addends = [
+    return [
         rules.opened(as_merged(delivery, tape.members[place]) if 0 <= place < len(places) else delivery)
         for place, delivery in sorted(known, key=lambda each: each[0])
     ]
-    return rules.close(fragment, state, addends, tape.live), addends
 
 
 def as_merged(delivery: Delivery, member: RoundMember) -> Delivery:

@@ -27,11 +27,12 @@ from archipelago.broker.commits import Delivery
 from archipelago.broker.config import MergeConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, RoundMember
+from archipelago.broker.messages import Contribution, RoundMember, TapeEntry
 from archipelago.broker.wire import Body, encoded, is_digest, unpack_encoded
 from archipelago.merger import claims, merge_rules, outer, weights
 from archipelago.merger.claims import SeenWork
 from archipelago.merger.outer import OuterOptimizer, Round, publish
+from archipelago.merger.rounds import Close
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Group, Spectra, groups
 from archipelago.merger.state import FragmentState, RunState
@@ -153,19 +154,19 @@ class RoundMerge:
         state: RunState,
         addends: Sequence[Addend],
         live: int,
+        of: Close | TapeEntry,
     ) -> MergedRound:
-        """Return the round after the last closed one, while `live` islands are live. Changes none of its arguments.
+        """Return the merged round. Changes none of its arguments.
 
         Args:
             fragment: The fragment of that round.
             state: The run. With another length of it, which an operator can set, a path is of another length.
             addends: What waits for the fragment's next round, in the order of arrival.
             live: The number of live islands.
+            of: The round, its fragment and version.
         """
         config = control.steered(self.manifest.config, state.steered)
-        number = self.manifest.own_rounds.next(state.closed)
-        p = self.manifest.fragment_of(number)
-        version = self.manifest.version_at(state.closed, p)
+        version = of.version - 1  # what the contributions meet
         headers = [addend.contribution for addend in addends]
         run_step = state.step + self.manifest.stride  # rounds follow each other by strides of the fastest
         return merge_round(
@@ -173,7 +174,7 @@ class RoundMerge:
             state.staleness,
             addends,
             version=version,
-            groups=self.groups[p],
+            groups=self.groups[of.fragment],
             live=live,
             config=config.merge,
             wire=config.wire,
@@ -181,19 +182,23 @@ class RoundMerge:
             now=Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval)),
             path=partial(weights.path, config, run_step=run_step),
             seen=claims.seen(
-                headers, version, number, state.accounts, state.usual_batch, config.sync, self.manifest.own_rounds
+                headers, version, of.round, state.accounts, state.usual_batch, config.sync, self.manifest.own_rounds
             ),
             scores=state.scores,
             spectra=self.spectra,
         )
 
     def advance(
-        self, state: RunState, number: int, step: int, merged: MergedRound, contributions: Sequence[Contribution]
+        self,
+        state: RunState,
+        of: Close | TapeEntry,
+        step: int,
+        merged: MergedRound,
+        contributions: Sequence[Contribution],
     ) -> None:
         """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
-        p = self.manifest.fragment_of(number)
-        state.staleness, state.norms[p] = merged.staleness, merged.state.norms
-        state.after_round(number, step, contributions, merged.scores, merged.credit)
+        state.staleness, state.norms[of.fragment] = merged.staleness, merged.state.norms
+        state.after_round(of.round, step, contributions, merged.scores, merged.credit)
 
 
 def merge_round(

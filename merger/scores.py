@@ -28,6 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import median_high
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -240,11 +241,11 @@ def _compared(
         # A product of matrices would let each library sum in another order, and is slow while others use the cores.
         cosines = np.einsum("jd,d->j", judging, row)
         others = [float(cosine) for name, cosine in zip(judges, cosines, strict=True) if name != island]
-        return round(upper_median(others), 4)  # rounding hides in which order a machine sums
+        return round(median_high(others), 4)  # rounding hides in which order a machine sums
 
     agreements = {name: agreement(of[name], name) for name in fresh}
-    usual, noise = upper_median(list(agreements.values())), math.sqrt(DEPENDENT / max(1, rows[0].size))
-    out, usual_tokens = dict(scores), upper_median(list(tokens.values()))
+    usual, noise = median_high(list(agreements.values())), math.sqrt(DEPENDENT / max(1, rows[0].size))
+    out, usual_tokens = dict(scores), median_high(list(tokens.values()))
     if usual < ROUND_CLEAR * noise:
         return out, frozenset()
     for name in fresh:
@@ -270,18 +271,13 @@ def expected(tokens: float, usual_tokens: float) -> float:
     return math.sqrt(min(1.0, tokens / max(1.0, usual_tokens)))
 
 
-def upper_median(values: Sequence[float] | NDArray[np.float64]) -> float:
-    """Return the median, and the larger of both in the middle. With two values that is the larger one."""
-    return float(sorted(values, reverse=True)[(len(values) - 1) // 2])
-
-
 def _norms(sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> tuple[dict[str, float], list[float]]:
     """Return each island's norm over path relative to the usual one, and the usual one for each contribution."""
-    usual_tokens = upper_median([max(sent[i].tokens for i in own) for own in islands.values()])
+    usual_tokens = median_high([max(sent[i].tokens for i in own) for own in islands.values()])
     of = {
         name: max(sent[i].norm * expected(sent[i].tokens, usual_tokens) for i in own) for name, own in islands.items()
     }
-    usual = upper_median(list(of.values()))
+    usual = median_high(list(of.values()))
     if usual <= 0.0:
         return dict.fromkeys(of, 1.0), [math.inf] * len(sent)
     return {name: norm / usual for name, norm in of.items()}, [usual / expected(o.tokens, usual_tokens) for o in sent]

@@ -273,7 +273,7 @@ class Merger:
         before, after = self.state, self.state.copy()
         steered = self.controls.apply_settings(after)
         addends = self.inbox.take(p)
-        merged = self.rules.close(self.fragments[p], after, addends, len(self.live))
+        merged = self.rules.close(self.fragments[p], after, addends, len(self.live), close)
         merged_at, spectra_seconds = self.clock(), self.spectra.seconds - spectra_seconds
         self._settle()  # the round before, whose commit was under way meanwhile
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
@@ -281,7 +281,7 @@ class Merger:
         # A step that no member can have reached is lowered.
         others = claims.global_steps(before.accounts, before.closed)
         step = claims.next_step(before.step, contributions, others, self.manifest.stride, self.live)
-        self.rules.advance(after, close.round, step, merged, contributions)
+        self.rules.advance(after, close, step, merged, contributions)
         tape = TapeEntry(
             round=close.round,
             fragment=p,

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import COUNT_MAX, Contribution
-from archipelago.broker.ranges import advanced, parse_positions
+from archipelago.broker.ranges import advanced
 from archipelago.broker.wire import digest
 from archipelago.merger.claims import Account, usual_batch
 from archipelago.merger.scores import Score
@@ -177,7 +177,7 @@ class RunState:
         self.bytes_up = saturated(self.bytes_up + sum(c.bytes for c in merged))
         for c in sorted(merged, key=lambda c: c.identity):  # so that the result does not depend on the order of arrival
             self.see(c.identity)
-            self.cursors |= advanced(self.cursors, parse_positions(c.data))
+            self.cursors |= advanced(self.cursors, c.positions)
             before = self.accounts.get(c.island, Account())
             self.accounts[c.island] = Account(
                 round=number,

@@ -192,6 +192,7 @@ def _merger_and_bare(
 ) -> tuple[Callable[[], object], _BareNesterov, list[bytes]]:
     from archipelago.merger import merge_rules
     from archipelago.merger.round_merge import Addend, RoundMerge, new_state
+    from archipelago.merger.rounds import Close
     from archipelago.merger.state import RunState
 
     merge = MergeConfig(embedding=rule, rest=rule, scores=scores)
@@ -205,7 +206,7 @@ def _merger_and_bare(
 
     def ours() -> object:
         addends = [Addend(*each, *merge_rules.norms(each[-1], rules.groups[0])) for each in arrived]
-        return rules.close(fragment, state, addends, contributions)
+        return rules.close(fragment, state, addends, contributions, Close(1, 0, 1, 0.0, 0.0, 0.0))
 
     return ours, _BareNesterov(params_N, config.outer.learning_rate, config.outer.momentum), payloads
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
+from statistics import median_high
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -28,7 +29,6 @@ from archipelago.merger.scores import (
     drawn,
     expected,
     judge,
-    upper_median,
 )
 from archipelago.merger.weights import (
     ENOUGH,
@@ -273,7 +273,7 @@ def test_norms_that_stay_large_are_clipped_to_the_usual_one() -> None:
     judged = after(10, {"a": TRIPLE})
     assert judged.factors == (1.0,) * 8
     assert judged.limits[1:] == (math.inf,) * 7
-    usual = upper_median([one.norm for one in contributions(9, {"a": TRIPLE})])
+    usual = median_high([one.norm for one in contributions(9, {"a": TRIPLE})])
     assert judged.limits[0] == pytest.approx(usual)
 
 
