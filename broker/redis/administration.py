@@ -19,7 +19,7 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import count_in, state_fields, state_in, state_values, text_fields
+from archipelago.broker.redis.replies import count_in, state_fields, state_in, text_fields
 from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
 from archipelago.broker.signing import (
     MERGER,
@@ -95,7 +95,7 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
             for id_, raw in entries:
                 pipe.xadd(keys.tape, signing.signed("tape", text_fields(covered(raw))), id=id_)
         if state := state_in(Signing(), redis.hgetall(keys.state)):
-            redis.hset(keys.state, mapping=state_fields(state_values(signing, state)))
+            redis.hset(keys.state, mapping=state_fields(signing, state))
         redis.hset(keys.manifest, mapping=signing.signed("manifest", text_fields(manifest)))
 
 

@@ -6,16 +6,18 @@ version between the two has an entry on the tape and, in runs that send them, a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import chain
 
 from archipelago.broker.commits import DIFFERENCES_KEPT, Commit
 from archipelago.broker.errors import WireError
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.messages import Snapshot, to_fields
-from archipelago.broker.redis.chunks import PREVIOUS_SECONDS, ChunkStore
+from archipelago.broker.redis.chunks import CHUNKS, PREVIOUS_SECONDS, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.script import Write
+from archipelago.broker.redis.script import Command, Value, Write
 from archipelago.broker.signing import MERGER, Raw
 from archipelago.broker.wire import is_digest
 
@@ -79,63 +81,66 @@ class Compactions:
         signed_outer = signing.signed("outer", of_outer, about=about, payload=outer)
         return RedisPlaced(snapshot, fields, payload_at, signed_outer, outer_at)
 
-    def write_first(self, pipe: Any, epoch: int, placed: RedisPlaced) -> None:
-        """Point to a placed compaction, and write its header, in a run that is created by this pipeline."""
+    def first(self, epoch: int, placed: RedisPlaced) -> list[Command]:
+        """Return the commands that point to a placed compaction, and write its header, in a run that is created."""
         p = placed.snapshot.fragment
-        pipe.hset(self._keys.fragment(p), mapping={**placed.fields, **placed.payload_at})
-        self._chunks.settle(pipe, placed.payload_at)
+        hashes = [(self._keys.fragment(p), {**placed.fields, **placed.payload_at})]
         if placed.outer_at:
-            pipe.hset(self._keys.outer(p), mapping={**placed.outer_fields, **placed.outer_at})
-            self._chunks.settle(pipe, placed.outer_at)
-        self.write_head(pipe, epoch, placed.snapshot)
+            hashes.append((self._keys.outer(p), {**placed.outer_fields, **placed.outer_at}))
+        kept = [
+            ("PERSIST", chunk) for where in (placed.payload_at, placed.outer_at) for chunk in self._chunks.placed(where)
+        ]
+        return [*(hash_of(*each) for each in hashes), *kept, *self.head(epoch, placed.snapshot)]
 
     def point(self, write: Write, placed: RedisPlaced) -> None:
-        """Point to a placed compaction, and let the differences that it covers expire."""
+        """Point to a placed compaction, and let the differences that it covers expire.
+
+        The payload before it stays for a while, for its readers. No other process reads the outer state.
+        """
         p, version = placed.snapshot.fragment, placed.snapshot.version
-        self.replace(write, self._keys.fragment(p), placed.fields, placed.payload_at)
+        words = chain.from_iterable({**placed.fields, **placed.payload_at}.items())
+        write.commands.append(("replace", self._keys.fragment(p), *self.owned, PREVIOUS_SECONDS, *words))
+        self._keep(write, placed.payload_at)
         if placed.outer_at:
-            write.do("forget", self._keys.outer(p), *self._owned())  # no other process reads its chunks
-            write.hset(self._keys.outer(p), {**placed.outer_fields, **placed.outer_at})
+            key = self._keys.outer(p)
+            write.commands += [("forget", key, *self.owned), hash_of(key, {**placed.outer_fields, **placed.outer_at})]
             self._keep(write, placed.outer_at)
         for covered in range(max(1, version - DIFFERENCES_KEPT + 1), version + 1):
-            write.do("expire", self._keys.difference(p, covered), *self._owned(), DIFFERENCE_SECONDS)
+            write.commands.append(("expire", self._keys.difference(p, covered), *self.owned, DIFFERENCE_SECONDS))
 
-    def replace(self, write: Write, key: str, fields: dict[str, str], where: Where) -> None:
-        """Write a hash that points to a placed payload. The payload before it stays for a while, for its readers."""
-        words = [each for pair in {**fields, **where}.items() for each in pair]
-        write.do("replace", key, *self._owned(), PREVIOUS_SECONDS, *words)
-        self._keep(write, where)
-
-    def place_difference(self, epoch: int, commit: Commit) -> Where:
-        """Upload the difference of a commit, if it has one, and return the fields that point to it."""
-        name = f"d{commit.snapshot.fragment}.{commit.snapshot.version}.e{epoch}"
+    def write_difference(self, write: Write, epoch: int, commit: Commit) -> None:
+        """Upload the difference of a commit, point to it, and delete the one that is too old."""
+        p, version, keys = commit.snapshot.fragment, commit.snapshot.version, self._keys
         with self._connection.translated():
-            return self._chunks.place(name, commit.difference) if commit.difference else {}
-
-    def write_difference(self, write: Write, commit: Commit, where: Where) -> None:
-        """Point to a placed difference, and delete the one that is too old."""
-        p, version = commit.snapshot.fragment, commit.snapshot.version
-        key, size = self._keys.difference(p, version), {"bytes": str(len(commit.difference))}
+            where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference)
+        key, size = keys.difference(p, version), {"bytes": str(len(commit.difference))}
         signing = self._connection.signing
         signed = signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)
-        write.do("forget", key, *self._owned())  # whatever lies there, as after a return to a checkpoint
-        write.hset(key, {**signed, **where})
+        # Whatever lies there goes, as after a return to a checkpoint.
+        write.commands += [("forget", key, *self.owned), hash_of(key, {**signed, **where})]
         self._keep(write, where)
         if version > DIFFERENCES_KEPT:
-            write.do("forget", self._keys.difference(p, version - DIFFERENCES_KEPT), *self._owned())
+            write.commands.append(("forget", keys.difference(p, version - DIFFERENCES_KEPT), *self.owned))
 
-    def write_head(self, write: Any, epoch: int, snapshot: Snapshot) -> None:
-        """Write the header of a fragment's newest version, whatever lies there, by a pipeline or a fenced write."""
-        key, about = self._keys.head(snapshot.fragment), str(snapshot.fragment)
-        stamp = self._connection.stamps.next(epoch)
-        write.delete(key)
-        write.hset(key, mapping=self._connection.signing.signed("head", to_fields(snapshot), about=about, stamp=stamp))
+    def head(self, epoch: int, snapshot: Snapshot) -> list[Command]:
+        """Return the commands that write the header of a fragment's newest version, whatever lies there."""
+        key, about, signing = self._keys.head(snapshot.fragment), str(snapshot.fragment), self._connection.signing
+        fields = to_fields(snapshot)
+        signed = signing.signed("head", fields, about=about, stamp=self._connection.stamps.next(epoch))
+        return [("DEL", key), hash_of(key, signed)]
 
     def _keep(self, write: Write, where: Where) -> None:
         """Keep a placed payload for as long as the hash that points to it. Its chunks must be there."""
-        write.needed += self._chunks.placed(where)
-        self._chunks.settle(write, where)
+        chunks = self._chunks.placed(where) if CHUNKS in where else []
+        write.needed += chunks
+        write.commands += [("PERSIST", chunk) for chunk in chunks]
 
-    def _owned(self) -> tuple[str, int]:
-        """Return what the keys of the mergers' chunks begin with, and the most chunks of one payload."""
+    @cached_property
+    def owned(self) -> tuple[str, int]:
+        """What the keys of the mergers' chunks begin with, and the most chunks of one payload."""
         return self._chunks.prefix, self._chunks.most()
+
+
+def hash_of(key: str, fields: Mapping[str, Value]) -> Command:
+    """Return the command that writes these fields of a hash."""
+    return ("HSET", key, *chain.from_iterable(fields.items()))

@@ -51,6 +51,9 @@ class Lease:
         self._redis, self._keys = connection.redis, connection.keys
         self._acquire, self._fenced = Script(self._redis, ACQUIRE), Script(self._redis, FENCED)
         self._holder, self._epoch, self._instance = "", 0, ""
+        #: The value of the epoch's key while this merger holds the lease. The number alone is not enough: a server that
+        #: loses its newest writes would give one number to two mergers.
+        self._mark = b""
         self._uid: str | None = None
 
     def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
@@ -67,6 +70,7 @@ class Lease:
         if answer[0] == "held":
             return None
         self._holder, self._epoch, self._instance = holder, int(answer[2]), answer[3]
+        self._mark = epoch_mark(self._epoch, holder)
         failpoint("acquire.done")
         return self._epoch
 
@@ -87,9 +91,7 @@ class Lease:
     def release(self, epoch: int) -> None:
         """See `MergerClient.release`."""
         failpoint("release.before")
-        write = Write()
-        write.delete(self._keys.lease)
-        self.write(epoch, write)
+        self.write(epoch, Write(("DEL", self._keys.lease)))
         failpoint("release.done")
 
     def fence(self) -> None:
@@ -97,13 +99,6 @@ class Lease:
         with self._connection.translated():
             epoch = epoch_in(self._redis.get(self._keys.epoch))
             self._redis.set(self._keys.epoch, epoch_mark(epoch + 1))
-
-    def mark(self, epoch: int) -> bytes:
-        """Return the value of the epoch's key while this merger holds the lease.
-
-        The number alone is not enough: a server that loses its newest writes would give one number to two mergers.
-        """
-        return epoch_mark(epoch, self._holder)
 
     def write(self, epoch: int, write: Write, after_round: int | None = None, *, at_instance: bool = False) -> None:
         """Make a write that Redis accepts only in this epoch, and only while `after_round` is the last round.
@@ -137,8 +132,7 @@ class Lease:
             self._renewed(texts(answer), renewal.epoch)
 
     def _renewal(self, renewal: Renewal) -> tuple[list[str], list[Value]]:
-        write = Write()
-        write.do("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000))
+        write = Write(("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000)))
         return self._request(renewal.epoch, write, None, at_instance=True)
 
     def _renewed(self, answer: Sequence[str], epoch: int) -> None:
@@ -150,17 +144,19 @@ class Lease:
     ) -> tuple[list[str], list[Value]]:
         """Return the keys and the arguments of the script."""
         at_instance = at_instance or after_round is not None or bool(write.needed)
-        shape = self._stored.shape()
-        last = shape.fragment_of(after_round) if after_round else shape.own_fragments[0]
-        keys = [self._keys.manifest, self._keys.epoch, self._keys.head(last), *write.keys()]
+        keys, words = write.request()
+        head = self._keys.manifest  # not read
+        if after_round is not None:
+            shape = self._stored.shape()
+            head = self._keys.head(shape.fragment_of(after_round) if after_round else shape.own_fragments[0])
         arguments: list[Value] = [
             self._uid or "",
-            self.mark(epoch),
+            self._mark if epoch == self._epoch else epoch_mark(epoch, self._holder),
             "" if after_round is None else after_round,
             self._instance if at_instance else "",
-            *write.arguments(),
+            *words,
         ]
-        return keys, arguments
+        return [self._keys.manifest, self._keys.epoch, head, *keys], arguments
 
     def _require_done(self, answer: Sequence[str], epoch: int, after_round: int | None) -> None:
         code, *found = answer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from archipelago.broker.commits import (
@@ -25,13 +26,13 @@ from archipelago.broker.full_state import Compaction
 from archipelago.broker.messages import KINDS, Call, Event, Marker, Refusal, Resume, TapeEntry, to_fields
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.administration import KnownMembers
-from archipelago.broker.redis.compactions import Compactions, RedisPlaced
+from archipelago.broker.redis.compactions import Compactions, RedisPlaced, hash_of
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import ChangedError, Lease
 from archipelago.broker.redis.names import IslandNames
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import DIGEST, state_fields, state_values, text_fields
-from archipelago.broker.redis.script import Write
+from archipelago.broker.redis.replies import DIGEST, state_fields, text_fields
+from archipelago.broker.redis.script import Command, Write
 from archipelago.broker.redis.updates import UpdatesConsumer
 from archipelago.broker.transport import STANDBY_SECONDS
 
@@ -48,11 +49,11 @@ class RedisMerger:
         connection, stored, chunks, updates = reader.connection, reader.stored, reader.chunks, reader.updates
         self._reader, self._members, self._connection, self._names = reader, members, connection, names
         self._redis, self._keys = connection.redis, connection.keys
-        self._chunks, self._updates = chunks, updates
+        self._updates = updates
         self._consumer = UpdatesConsumer(connection, updates)
         self.updates = self._consumer.new
         #: The merger's state as this process has written it last; None if Redis may hold another one.
-        self._written: dict[str, Any] | None = None
+        self._written: dict[str, str] | None = None
         self.lease = Lease(connection, stored)
         self.renew, self.release = self.lease.renew, self.lease.release
         self._stamps, self._signing = connection.stamps, connection.signing
@@ -132,11 +133,8 @@ class RedisMerger:
     def take_up(
         self, epoch: int, resume: Resume, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, int]
     ) -> None:
-        write = Write()
-        write.delete(self._keys.data, *self._of_other_types())
-        self.write_derived(write, cursors, counts)
-        self._announce(write, epoch, resume)
-        self.lease.write(epoch, write)
+        deleted: list[Command] = [("DEL", key) for key in (self._keys.data, *self._of_other_types())]
+        self.lease.write(epoch, Write(*deleted, *self.derived(cursors, counts), self._announced(epoch, resume)))
         self._connection.register()
 
     def _of_other_types(self) -> list[str]:
@@ -154,10 +152,7 @@ class RedisMerger:
 
     def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
         failpoint("announce.before")
-        write = Write()
-        for event in events:
-            self._announce(write, epoch, event)
-        self.lease.write(epoch, write)
+        self.lease.write(epoch, Write(*(self._announced(epoch, event) for event in events)))
         failpoint("announce.done")
 
     def refuse(
@@ -169,14 +164,12 @@ class RedisMerger:
         quiet: Container[str] = (),
     ) -> None:
         failpoint("refuse.before")
-        write = Write()
-        self.write_derived(write, {}, counts)
+        write, (_, most) = Write(*self.derived({}, counts)), self._compactions.owned
         for entry, refusal in refusals:
             name, id_ = parse_entry(entry)
-            chunks = self._chunks.of(name)
-            write.do("remove", self._keys.updates(name), id_, chunks.prefix, chunks.most())
+            write.commands.append(("remove", self._keys.updates(name), id_, self._keys.chunk_prefix(name), most))
             if entry not in quiet:
-                self._announce(write, epoch, refusal)
+                write.commands.append(self._announced(epoch, refusal))
         self._write(epoch, write, state)
         failpoint("refuse.done")
 
@@ -188,29 +181,31 @@ class RedisMerger:
     def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
         write = Write()
         self._compactions.point(write, placed)
-        self._forget(write, trim)
+        write.commands += self._forgotten(trim)
         self.lease.write(epoch, write, after_round)
         failpoint("compact.done")
 
     def commit(self, epoch: int, commit: Commit) -> None:
+        keys, write = self._keys, Write(*self._compactions.head(epoch, commit.snapshot))
         placed = self.place(epoch, commit.compaction) if commit.compaction else None
-        where = self._compactions.place_difference(epoch, commit)
-        failpoint("commit.placed")
-        write = Write()
-        self._compactions.write_head(write, epoch, commit.snapshot)
-        if where:
-            self._compactions.write_difference(write, commit, where)
+        if commit.difference:
+            self._compactions.write_difference(write, epoch, commit)
         if placed:
             self._compactions.point(write, placed)
+        failpoint("commit.placed")
+        _, most = self._compactions.owned
         for entry in dict.fromkeys(commit.entries):
             name, id_ = parse_entry(entry)
-            stream, own, kept = self._keys.updates(name), self._chunks.of(name), self._chunks.kept_of(name)
-            write.keep(stream, id_, self._keys.kept(entry), own.prefix, own.most(), kept.prefix)
-        write.do_all("SADD", self._keys.kept_entries, commit.entries)
-        self._forget(write, commit.trim)
-        self.write_derived(write, commit.cursors, commit.counts)
-        self.write_tape(write, commit.tape, commit.uncovered)
-        self._announce(write, epoch, commit.snapshot)
+            own, kept = keys.chunk_prefix(name), keys.kept_prefix(name)
+            write.keep(keys.updates(name), id_, keys.kept(entry), own, most, kept)
+        if commit.entries:
+            write.commands.append(("SADD", keys.kept_entries, *commit.entries))
+        write.commands += [
+            *self._forgotten(commit.trim),
+            *self.derived(commit.cursors, commit.counts),
+            self.taped(commit.tape, commit.uncovered),
+            self._announced(epoch, commit.snapshot),
+        ]
         self._write(epoch, write, commit.state, commit.after_round)
         failpoint("commit.done")
 
@@ -219,11 +214,10 @@ class RedisMerger:
         write, self._written = Write(), None
         for each in placed:
             self._compactions.point(write, each)
-            self._compactions.write_head(write, epoch, each.snapshot)
+            write.commands += self._compactions.head(epoch, each.snapshot)
         if rewrite.tape is not None:
-            write.delete(self._keys.tape)
-        for entry in rewrite.tape or ():
-            self.write_tape(write, entry, len(rewrite.tape or ()))
+            taped = [self.taped(entry, len(rewrite.tape)) for entry in rewrite.tape]
+            write.commands += [("DEL", self._keys.tape), *taped]
         self._write(epoch, write, rewrite.state)
 
     def _write(self, epoch: int, write: Write, state: str, after_round: int | None = None) -> None:
@@ -231,40 +225,41 @@ class RedisMerger:
 
         If someone has damaged the stored state, it is read, so that all of it is written.
         """
-        key, values, others = self._keys.state, state_values(self._signing, state), write.commands
+        key, fields, others = self._keys.state, state_fields(self._signing, state), write.commands
         written, self._written = self._written, None
         for before in (written, None):
-            known = dict.fromkeys(text_fields(self._reader.stored_state()), ...) if before is None else before
-            write.expected = [] if before is None else [(key, DIGEST, json.dumps(before[DIGEST]))]
-            changed = {name: value for name, value in values.items() if known.get(name, ...) != value}
-            write.commands = []
-            write.hset(key, state_fields(changed))  # first: a full server refuses it, and with it all that follows
-            write.do_all("HDEL", key, [name for name in known if name not in values])
-            write.commands += others
+            known = before or text_fields(self._reader.stored_state())
+            write.expected = [(key, DIGEST, before[DIGEST])] if before else []
+            changed = {name: text for name, text in fields.items() if known.get(name) != text}
+            gone = [name for name in known if name not in fields]
+            # First: a full server refuses it, and with it all that follows.
+            write.commands = [hash_of(key, changed)] if changed else []
+            write.commands += [("HDEL", key, *gone), *others] if gone else others
             try:
                 self.lease.write(epoch, write, after_round, at_instance=True)
             except ChangedError:
                 continue
-            self._written = values if DIGEST in values else None
+            self._written = fields if DIGEST in fields else None
             return
 
-    def write_tape(self, write: Any, entry: TapeEntry, needed: int) -> None:
-        """Append a round to the tape, by a pipeline or a fenced write. `needed` is as in `tape_kept`."""
+    def taped(self, entry: TapeEntry, needed: int) -> Command:
+        """Return the command that appends a round to the tape. `needed` is as in `tape_kept`."""
         signed = self._signing.signed("tape", to_fields(entry))
         kept = tape_kept(sum(map(len, signed.values())), needed)
-        write.xadd(self._keys.tape, signed, maxlen=kept, approximate=False)
+        return ("XADD", self._keys.tape, "MAXLEN", "=", kept, "*", *chain.from_iterable(signed.items()))
 
-    def write_derived(self, write: Any, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, Any]) -> None:
-        """Write parts of the state where others read them, by a pipeline or a fenced write."""
-        if cursors:
-            write.hset(self._keys.data, mapping={name: f"{of_pass}:{at}" for name, (of_pass, at) in cursors.items()})
-        if counts:
-            write.hset(self._keys.counters, mapping=counts)
+    def derived(self, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, Any]) -> list[Command]:
+        """Return the commands that write parts of the state where others read them."""
+        data = {name: f"{of_pass}:{at}" for name, (of_pass, at) in cursors.items()}
+        return [
+            hash_of(key, fields) for key, fields in ((self._keys.data, data), (self._keys.counters, counts)) if fields
+        ]
 
-    def _announce(self, write: Write, epoch: int, event: Event) -> None:
+    def _announced(self, epoch: int, event: Event) -> Command:
         fields = {"kind": KINDS[type(event)], **to_fields(event)}
         signed = self._signing.signed("event", fields, stamp=self._stamps.next(epoch))
-        write.xadd(self._keys.snapshots, signed, maxlen=EVENTS_KEPT)
+        words = chain.from_iterable(signed.items())
+        return ("XADD", self._keys.snapshots, "MAXLEN", "~", EVENTS_KEPT, "*", *words)
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
@@ -278,21 +273,19 @@ class RedisMerger:
         return sorted(entry.decode("utf-8", "replace") for entry in found)
 
     def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
-        write = Write()
-        self._forget(write, entries)
         failpoint("trim.before")
-        self.lease.write(epoch, write, after_round)
+        self.lease.write(epoch, Write(*self._forgotten(entries)), after_round)
         failpoint("trim.done")
 
-    def _forget(self, write: Write, entries: Sequence[str]) -> None:
-        """Delete merged contributions. Names that cannot be read, of a damaged tape, are left out."""
+    def _forgotten(self, entries: Sequence[str]) -> list[Command]:
+        """Return the commands that delete merged contributions, without names of a damaged tape that are none."""
+        out: list[Command] = []
+        _, most = self._compactions.owned
         for entry in dict.fromkeys(entries):
-            try:
-                chunks = self._chunks.kept_of(parse_entry(entry)[0])
-            except WireError:
-                continue
-            write.do("forget", self._keys.kept(entry), chunks.prefix, chunks.most())
-        write.do_all("SREM", self._keys.kept_entries, entries)
+            with suppress(WireError):
+                prefix = self._keys.kept_prefix(parse_entry(entry)[0])
+                out.append(("forget", self._keys.kept(entry), prefix, most))
+        return [*out, ("SREM", self._keys.kept_entries, *entries)] if entries else []
 
 
 def kinds_of(keys: Keys, fragments: Iterable[int], islands: Iterable[str]) -> dict[str, str]:

@@ -121,7 +121,7 @@ def _count(text: str) -> int | None:
     return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else None
 
 
-def state_values(signing: Signing, state: str) -> dict[str, Any]:
+def state_fields(signing: Signing, state: str) -> dict[str, str]:
     """Return the merger's state as Redis keeps it, in the fields of a hash, with its signature if signing is on.
 
     Each entry of a mapping in it has a field of its own, so that a commit writes only those that have changed.
@@ -130,20 +130,16 @@ def state_values(signing: Signing, state: str) -> dict[str, Any]:
         signing: Signs it.
         state: The state as sorted JSON, without empty mappings.
     """
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in json.loads(state or "{}").items():
-        out |= {f"{key}/{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
-    signature = signing.signed("state", {"state": state}).get(SIGNATURE)
-    return out | ({SIGNATURE: signature} if signature else {})
-
-
-def state_fields(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a hash with these values."""
+        values |= {f"{key}/{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+    if signing.is_on:
+        values[SIGNATURE] = signing.signed("state", {"state": state})[SIGNATURE]
     return {name: json.dumps(value) for name, value in values.items()}
 
 
 def state_in(signing: Signing, stored: Raw) -> str:
-    """Return the merger's state, which `state_values` has divided; empty without any. Raises WireError."""
+    """Return the merger's state, which `state_fields` has divided; empty without any. Raises WireError."""
     values: dict[str, Any] = {}
     try:
         for name, text in stored.items():

@@ -13,14 +13,14 @@ these, if any is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import redis
 
 Value = str | bytes | int
-#: Words of one command. Lua unpacks a few thousand values at most.
-WORDS_MAX = 1000
+#: A command of Redis (in capitals) or of the script `FENCED`, the key that it changes, and its other words.
+Command = tuple[Value, ...]
 
 #: Lua that both scripts share.
 _COMMON = """
@@ -125,7 +125,7 @@ for i = 1, tonumber(word()) do
 end
 
 local damaged = {'done'}
-local function run(words)
+local function once(words)
   local answer = redis.pcall(unpack(words))
   local failed = type(answer) == 'table' and answer.err
   if failed and (string.find(tostring(failed), 'WRONGTYPE') or string.find(tostring(failed), 'exhausted')) then
@@ -135,6 +135,15 @@ local function run(words)
     failed = type(answer) == 'table' and answer.err
   end
   return failed and answer
+end
+-- Lua unpacks a few thousand values at most, so a command for many of them runs several times.
+local for_many = {HSET = true, HDEL = true, SADD = true, SREM = true}
+local function run(words)
+  if not for_many[words[1]] then return once(words) end
+  for i = 3, #words, 1000 do
+    local failed = once({words[1], words[2], unpack(words, i, math.min(i + 999, #words))})
+    if failed then return failed end
+  end
 end
 local function each(command, keys, ...) for _, key in ipairs(keys) do redis.call(command, key, ...) end end
 local function pointed(key, prefix, most, of)
@@ -230,13 +239,10 @@ return damaged
 
 
 class Write:
-    """The commands of one fenced write, and what must be there for it.
+    """The commands of one fenced write, and what must be there for it."""
 
-    Its methods have the names of those of redis-py's pipelines, so that a run is created by the same functions.
-    """
-
-    def __init__(self) -> None:
-        self.commands: list[tuple[Value, ...]] = []
+    def __init__(self, *commands: Command) -> None:
+        self.commands = list(commands)
         #: Fields of hashes that must have a value: of each its key, its name and the value.
         self.expected: list[tuple[str, str, str]] = []
         #: Keys that must exist.
@@ -245,15 +251,6 @@ class Write:
         #: with, and how many chunks it may have.
         self.entries: list[tuple[str, str, str, str, int]] = []
         self._more_keys: list[str] = []  # those that a command names after its first one
-
-    def do(self, command: str, key: str, *words: Value) -> None:
-        """Add a command of Redis (in capitals), or of the script."""
-        self.commands.append((command, key, *words))
-
-    def do_all(self, command: str, key: str, words: Sequence[Value]) -> None:
-        """Add a command for any number of words, WORDS_MAX at a time."""
-        for start in range(0, len(words), WORDS_MAX):
-            self.do(command, key, *words[start : start + WORDS_MAX])
 
     def keep(self, stream: str, id_: str, kept: str, chunks: str, most: int, kept_chunks: str) -> None:
         """Move an entry of a stream into a hash, which must not exist. Else its island uses the id a second time.
@@ -267,44 +264,23 @@ class Write:
             kept_chunks: What the keys to which the chunks move begin with.
         """
         self.entries.append((stream, id_, kept, chunks, most))
-        self.do("keep", stream, id_, kept, chunks, most, kept_chunks)
+        self.commands.append(("keep", stream, id_, kept, chunks, most, kept_chunks))
 
     def gone(self, keys: Sequence[str], *words: Value) -> None:
         """Add the script's command `gone`, which begins with six keys."""
         self.commands.append(("gone", *keys, *words))
         self._more_keys += keys[1:]
 
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.do("DEL", key)
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.do("SET", key, value)
-
-    def persist(self, key: str) -> None:
-        self.do("PERSIST", key)
-
-    def hset(self, key: str, mapping: Mapping[str, Any]) -> None:
-        self.do_all("HSET", key, [each for pair in mapping.items() for each in pair])
-
-    def xadd(self, key: str, fields: Mapping[str, Any], maxlen: int, approximate: bool = True) -> None:
-        """Append an entry, and keep the newest `maxlen`, or some more if that is `approximate`."""
-        self.do("XADD", key, "MAXLEN", "~" if approximate else "=", maxlen, "*",
-                *(each for pair in fields.items() for each in pair))  # fmt: skip
-
-    def keys(self) -> list[str]:
-        """Return all keys that the write names, once each."""
+    def request(self) -> tuple[list[str], list[Value]]:
+        """Return all keys that the write names, once each, and the script's arguments from the expected fields on."""
         named = [str(command[1]) for command in self.commands] + [kept for _, _, kept, *_ in self.entries]
-        return list(dict.fromkeys([*named, *self.needed, *self._more_keys, *(key for key, *_ in self.expected)]))
-
-    def arguments(self) -> list[Value]:
-        """Return the words of the script's arguments from the expected fields on."""
+        keys = dict.fromkeys([*named, *self.needed, *self._more_keys, *(key for key, *_ in self.expected)])
         out: list[Value] = [len(self.expected), *(word for each in self.expected for word in each)]
         out += [len(self.needed), *self.needed, len(self.entries)]
         out += [word for entry in self.entries for word in entry]
         for command in self.commands:
             out += [len(command), *command]
-        return out
+        return list(keys), out
 
 
 class Script:

@@ -24,7 +24,7 @@ from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.names import EVALUATIONS_KEPT, IslandNames
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import epoch_in, epoch_mark, state_fields, state_values
+from archipelago.broker.redis.replies import epoch_in, epoch_mark, state_fields
 from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import StoredRun
@@ -138,7 +138,8 @@ class RedisTransport:
                 pipe.multi()
                 pipe.delete(*past)
                 for each in placed:
-                    self._compactions.write_first(pipe, epoch, each)
+                    for command in self._compactions.first(epoch, each):
+                        pipe.execute_command(*command)
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
                 if epoch:
                     pipe.set(self._keys.epoch, epoch_mark(epoch))
@@ -198,13 +199,13 @@ class RedisTransport:
             pipe.sadd(self._keys.islands, island)
             pipe.xadd(self._keys.updates(island), waiting)
             self.chunks.of(island).settle(pipe, waiting)
-        pipe.hset(self._keys.state, mapping=state_fields(state_values(self._signing, image.state)))
+        pipe.hset(self._keys.state, mapping=state_fields(self._signing, image.state))
         counts = {name: value for name, value in to_fields(image.counters).items() if not name.startswith("published")}
-        self.merger.write_derived(pipe, image.cursors, counts)
         if requests := fields_in(image.state):
             pipe.hset(self._keys.control, mapping=requests)
-        for entry in image.tape:
-            self.merger.write_tape(pipe, entry, needed=1)
+        commands = [*self.merger.derived(image.cursors, counts), *(self.merger.taped(e, needed=1) for e in image.tape)]
+        for command in commands:
+            pipe.execute_command(*command)
         for evaluation in image.evaluations:
             pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
         pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})
