@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from archipelago.broker.codecs import TINY, Vector, codec
-from archipelago.broker.commits import Commit, Image, entry_name
+from archipelago.broker.commits import Commit, Delivery, Image, entry_name
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.full_state import PARAMETERS, Compaction, FullState, joined
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
@@ -30,6 +30,14 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.state import FragmentState
+
+#: A payload that the Redis transports split into three chunks.
+LARGE = bytes(range(256)) * 10_000
+#: The width of a manifest whose payloads may be as large.
+WIDTH = 100_000
+REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "it was too old")
+#: A connection of any kind to a run.
+Connected = TypeVar("Connected", bound=Any)
 
 
 def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4, fragments: int = 2) -> Manifest:
@@ -55,6 +63,13 @@ def first_snapshots(of: Manifest, value: float = 0.0) -> list[tuple[Snapshot, by
         payload = pack(np.full(of.sizes[p], value, np.float32), "float32", 1)
         out.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), ""), payload))
     return out
+
+
+def begin(transport: Connected, value: float = 0.0, **changes: Any) -> Connected:
+    """Create the run of a connection, and return the connection. `changes` are arguments of `manifest`."""
+    of = manifest(transport.run, **changes)
+    transport.create(of, first_snapshots(of, value))
+    return transport
 
 
 def contribution(payload: bytes = b"payload", **changes: Any) -> Contribution:
@@ -111,6 +126,10 @@ def refuse(transport: MergerTransport, epoch: int, refusals: Sequence[tuple[str,
     transport.merger.refuse(epoch, refusals, transport.reader.merger_state(), counts)
 
 
+def with_payloads(deliveries: Iterable[Delivery]) -> list[Delivery]:
+    return [delivery.with_payload() for delivery in deliveries]
+
+
 def member(island: str, staleness: int = 0, tokens: int = 100) -> RoundMember:
     """Return a member of a round, whose loss is 2."""
     return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, tokens, 4, 2.0)
@@ -118,9 +137,7 @@ def member(island: str, staleness: int = 0, tokens: int = 100) -> RoundMember:
 
 def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
     """Return a connection to a run with one island, one merged contribution and two pending ones."""
-    transport = MemoryBroker(clock=lambda: 100.0).connect("sample")
-    found = manifest()
-    transport.create(found, first_snapshots(found))
+    transport = begin(MemoryBroker(clock=lambda: 100.0).connect("sample"))
     transport.island.heartbeat(heartbeat("a"))
     for sequence in range(3):
         transport.island.publish(contribution(sequence=sequence), b"payload")

@@ -40,8 +40,7 @@ def fail_over(cluster: Cluster, run: str, meanwhile: Callable[[], object], until
 def begun(cluster: Cluster, run: str) -> list[RedisTransport]:
     """Return the connections of two mergers to a new run."""
     both = [connect(cluster.url, run) for _ in range(2)]
-    manifest = samples.manifest(run)
-    both[0].create(manifest, samples.first_snapshots(manifest))
+    samples.begin(both[0])
     assert cluster.owner(run).client.wait(1, 50_000), "its replica has the run"
     return both
 

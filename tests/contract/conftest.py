@@ -15,7 +15,8 @@ from archipelago.broker.transport import Transport
 from archipelago.ops.launch.embedded_redis import Kind, RedisServer, start_server
 from tests import samples
 from tests.contract.members import Members, MembersTransport
-from tests.contract.transports import WHOLE, WIDTH, Connect
+from tests.contract.transports import WHOLE, Connect
+from tests.samples import WIDTH
 from tests.servers import PROGRAMS, redis_program
 
 Servers = Callable[[Kind], RedisServer]
@@ -65,10 +66,7 @@ def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
 @pytest.fixture
 def transport(connections: Connect) -> Transport:
     """A connection to a run that was just created."""
-    made = connections()
-    manifest = samples.manifest(made.run, width=WIDTH)
-    made.create(manifest, samples.first_snapshots(manifest))
-    return made
+    return samples.begin(connections(), width=WIDTH)
 
 
 @pytest.fixture

@@ -19,16 +19,8 @@ from archipelago.broker.messages import Call, Counters, Evaluation, Marker, Note
 from archipelago.broker.transport import NOTES_EACH, NOTES_KEPT, REFUSALS_AMONG, STANDBY_SECONDS, Memory, Transport
 from tests import samples
 from tests.conftest import Until
-from tests.contract.transports import (
-    BOTH_SIZES,
-    REFUSAL,
-    WIDTH,
-    Connect,
-    delete_manifest,
-    everywhere,
-    publish,
-    with_payloads,
-)
+from tests.contract.transports import BOTH_SIZES, Connect, delete_manifest, everywhere, publish
+from tests.samples import REFUSAL, WIDTH, with_payloads
 
 # -- creating ------------------------------------------------------------------------------------------------------
 

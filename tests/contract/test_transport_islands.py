@@ -8,7 +8,8 @@ from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.transport import Transport
 from tests import samples
 from tests.conftest import Until
-from tests.contract.transports import BOTH_SIZES, LARGE, REFUSAL, Connect, everywhere, live, publish, together
+from tests.contract.transports import BOTH_SIZES, Connect, everywhere, live, publish, together
+from tests.samples import LARGE, REFUSAL
 
 # -- leases on data and on evaluating -----------------------------------------------------------------------------
 

@@ -13,17 +13,8 @@ from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.transport import Transport
 from tests import samples
-from tests.contract.transports import (
-    BOTH_SIZES,
-    LARGE,
-    REFUSAL,
-    Connect,
-    everywhere,
-    gone,
-    publish,
-    small,
-    with_payloads,
-)
+from tests.contract.transports import BOTH_SIZES, Connect, everywhere, gone, publish, small
+from tests.samples import LARGE, REFUSAL, with_payloads
 
 
 @everywhere

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from archipelago.broker.commits import Commit, Delivery
 from archipelago.broker.memory.transport import MemoryTransport
-from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.transport import Transport
 from tests import samples
 from tests.contract.members import MembersTransport
+from tests.samples import LARGE
 from tests.servers import PROGRAMS, found_programs
 
 Connect = Callable[[], Transport]
@@ -29,20 +29,12 @@ everywhere = pytest.mark.parametrize(
     "connections", [*WHOLE, "roles", *(pytest.param(name, marks=pytest.mark.full) for name in FULL_ONLY)], indirect=True
 )
 
-WIDTH = 100_000
-#: A payload that the Redis transports split into chunks.
-LARGE = bytes(range(256)) * 10_000
 BOTH_SIZES = pytest.mark.parametrize("payload", [b"payload", LARGE], ids=["inline", "chunks"])
-REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "it was too old")
 
 
 def publish(transport: Transport, count: int, payload: bytes = b"payload") -> list[str]:
     """Publish `count` contributions of island `a`, numbered from 0, and return their entries."""
     return [transport.island.publish(samples.contribution(payload, sequence=n), payload) for n in range(count)]
-
-
-def with_payloads(deliveries: Iterable[Delivery]) -> list[Delivery]:
-    return [delivery.with_payload() for delivery in deliveries]
 
 
 def gone(entry: str) -> Delivery:

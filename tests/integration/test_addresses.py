@@ -169,8 +169,7 @@ def test_a_round_through_each_address(kind: str, secured: Secured, until: Until)
             until(lambda: answers(url), "the server to answer")
         run = f"run-{uuid.uuid4().hex[:8]}"
         island, merger = (stack.enter_context(closing(connect(url, run))) for _ in range(2))
-        manifest = samples.manifest(run, width=WIDTH)
-        island.create(manifest, samples.first_snapshots(manifest))
+        samples.begin(island, width=WIDTH)
         island.island.heartbeat(samples.heartbeat())
         sent = samples.contribution(LARGE)
         island.island.publish(sent, LARGE)
@@ -189,8 +188,7 @@ def test_a_truncated_answer_is_an_outage(secured: Secured) -> None:
     """The connection breaks in the middle of a chunk. The next request gets a whole answer."""
     run = f"run-{uuid.uuid4().hex[:8]}"
     with closing(connect(secured.url(ssl_ca_certs=secured.authority), run)) as transport:
-        manifest = samples.manifest(run, width=WIDTH)
-        transport.create(manifest, samples.first_snapshots(manifest))
+        samples.begin(transport, width=WIDTH)
         transport.island.publish(samples.contribution(LARGE), LARGE)
         (header,) = transport.merger.updates(0.0)
         secured.proxy.bytes_left = len(LARGE) // 2

@@ -187,9 +187,7 @@ def place(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
         prepare_text(folder / "text", "small")
     runs, none = (server.url.removesuffix("/0") + f"/{number}" for number in (9, 10))
     address = server.url.rpartition("@")[2].partition("/")[0]
-    transport = connect(runs, "alpha")
-    manifest = samples.manifest("alpha")
-    transport.create(manifest, samples.first_snapshots(manifest))
+    transport = samples.begin(connect(runs, "alpha"))
     # A port that is bound, but at which nothing listens, refuses connections, and no other process gets it meanwhile.
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as away:
         away.bind(("127.0.0.1", 0))

@@ -35,8 +35,7 @@ class Run:
     def __init__(self, url: str) -> None:
         self.name = f"run-{uuid.uuid4().hex[:8]}"
         self.island, self.merger = connect(url, self.name), connect(url, self.name)
-        manifest = samples.manifest(self.name, width=len(NEW))
-        self.island.create(manifest, samples.first_snapshots(manifest))
+        samples.begin(self.island, width=len(NEW))
         self.epoch = self.merger.merger.acquire("merger", 600.0) or 0
 
     def merge(self, payload: bytes, number: int = 1) -> None:

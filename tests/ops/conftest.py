@@ -86,6 +86,10 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
     def made(*args: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        return (guarded(lambda: run(args)), *capsys.readouterr())
+        try:
+            status = guarded(lambda: run(args))
+        except SystemExit as left:  # tyro raises it, for --help and for flags that it cannot parse.
+            status = int(left.code or 0)
+        return (status, *capsys.readouterr())
 
     return made

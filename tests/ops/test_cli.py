@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.process import OUTAGE, USER_ERROR, guarded
+from archipelago.broker.process import OUTAGE, USER_ERROR
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.tasks.ours import fitted
 from archipelago.ops import cli
-from archipelago.ops.commands import VERBS, VerbGroup, Verbs, run
+from archipelago.ops.commands import VERBS, VerbGroup, Verbs
 from tests import samples
 
 SMALL = ["--data.corpus", "small", "--data.shards", "4"]
@@ -47,39 +46,20 @@ def _corpora(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Answer(NamedTuple):
-    """How a command ended. `code` is that of its error."""
+    """How a command ended."""
 
     status: int
     out: str
     err: str
-    code: str = ""
 
 
 Call = Callable[..., Answer]
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
+def call(call: Callable[..., tuple[int, str, str]]) -> Call:
     """Run a command in this process."""
-
-    def call_verb(*args: str) -> Answer:
-        capsys.readouterr()
-        codes = [""]
-
-        def verb() -> int:
-            try:
-                return run(args)
-            except ArchipelagoError as error:
-                codes.append(error.code)
-                raise
-
-        try:
-            status = guarded(verb)
-        except SystemExit as left:  # tyro raises it, for --help and for flags that it cannot parse.
-            status = int(left.code or 0)
-        return Answer(status, *capsys.readouterr(), codes[-1])
-
-    return call_verb
+    return lambda *args: Answer(*call(*args))
 
 
 def one_line(answer: Answer) -> str:
@@ -218,9 +198,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(call: Call, url:
 def create_runs(url: str, *names: str) -> None:
     """Create runs without a model, for commands that only read."""
     for name in names:
-        transport = connect(url, name)
-        manifest = samples.manifest(name)
-        transport.create(manifest, samples.first_snapshots(manifest))
+        transport = samples.begin(connect(url, name))
         transport.island.heartbeat(samples.heartbeat("a", loss=float("nan")))
         transport.close()
 

@@ -26,9 +26,7 @@ from tests.sharded import create_sharded
 
 def create(url: str, name: str, *islands: str, state: str = "left") -> RedisTransport:
     """Create a run with the keys that islands and mergers write."""
-    transport = connect(url, name)
-    manifest = samples.manifest(name)
-    transport.create(manifest, samples.first_snapshots(manifest))
+    transport = samples.begin(connect(url, name))
     for island in islands:
         transport.island.heartbeat(samples.heartbeat(island, state=state))
         transport.island.publish(samples.contribution(island=island), b"payload")

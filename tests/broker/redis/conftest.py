@@ -14,7 +14,7 @@ from archipelago.broker.redis import chunks
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
-from tests.broker.redis.stored_keys import WIDTH
+from tests.samples import WIDTH
 
 
 @pytest.fixture
@@ -41,10 +41,7 @@ def connections(server: RedisServer) -> Iterator[Callable[[], RedisTransport]]:
 @pytest.fixture
 def transport(connections: Callable[[], RedisTransport]) -> RedisTransport:
     """A connection to a run that was just created."""
-    made = connections()
-    manifest = samples.manifest(made.run, width=WIDTH)
-    made.create(manifest, samples.first_snapshots(manifest))
-    return made
+    return samples.begin(connections(), width=WIDTH)
 
 
 @pytest.fixture

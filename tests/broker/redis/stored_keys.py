@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from archipelago.broker.commits import Delivery
-from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 
 Connect = Callable[[], RedisTransport]
-
-WIDTH = 100_000
-#: A payload of three chunks.
-LARGE = bytes(range(256)) * 10_000
-REFUSAL = Refusal("a", "x", 0, 1, 0, 100, "no")
 
 
 def keys(raw: Any, run: str) -> set[str]:
@@ -44,7 +37,3 @@ def wanted_chunks(raw: Any, run: str) -> set[str]:
         if name:
             found |= {Keys(run).chunk(name.decode(), index) for index in range(int(count))}
     return found
-
-
-def with_payloads(deliveries: Iterable[Delivery]) -> list[Delivery]:
-    return [delivery.with_payload() for delivery in deliveries]

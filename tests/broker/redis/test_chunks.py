@@ -20,17 +20,9 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.wire import digest
 from tests import samples
-from tests.broker.redis.stored_keys import (
-    LARGE,
-    REFUSAL,
-    WIDTH,
-    Connect,
-    chunk_keys,
-    lasting_chunks,
-    wanted_chunks,
-    with_payloads,
-)
+from tests.broker.redis.stored_keys import Connect, chunk_keys, lasting_chunks, wanted_chunks
 from tests.failing import failing
+from tests.samples import LARGE, REFUSAL, WIDTH, with_payloads
 
 #: A payload of twenty chunks of 1 KiB.
 MANY = bytes(range(256)) * 80

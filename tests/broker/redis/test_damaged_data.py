@@ -21,9 +21,10 @@ from archipelago.broker.redis.script import Write
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.redis.updates import FLOOD_ENTRIES
 from tests import samples
-from tests.broker.redis.stored_keys import LARGE, REFUSAL, Connect, with_payloads
+from tests.broker.redis.stored_keys import Connect
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
+from tests.samples import LARGE, REFUSAL, with_payloads
 
 # -- forged entries ------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from archipelago.broker.ranges import RANGES_MAX
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from tests import samples
-from tests.broker.redis.stored_keys import LARGE, REFUSAL, Connect, chunk_keys, with_payloads
+from tests.broker.redis.stored_keys import Connect, chunk_keys
 from tests.failing import failing
+from tests.samples import LARGE, REFUSAL, with_payloads
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["while it is watched", "before it is sent"])
@@ -75,8 +76,7 @@ def test_a_lost_epoch_is_not_used_again(transport: RedisTransport, raw: Any, epo
 def test_the_epochs_go_on_in_a_run_that_is_created_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
     """An older merger that is still alive stays fenced."""
     raw.delete(Keys(transport.run).manifest)
-    manifest = samples.manifest(transport.run)
-    transport.create(manifest, samples.first_snapshots(manifest))
+    samples.begin(transport)
     transport.merger.release(epoch)
     assert transport.merger.acquire("another", 1.0) == epoch + 1
 

@@ -43,8 +43,7 @@ def url_of(node: Node, kind: str = "", user: str = f":{PASSWORD}") -> str:
 def create(url: str) -> None:
     """Create a run, as `init` does after it has built the model."""
     with closing(connect(url, "mine")) as transport:
-        manifest = samples.manifest("mine")
-        transport.create(manifest, samples.first_snapshots(manifest))
+        samples.begin(transport)
 
 
 def test_a_node_of_a_cluster_is_refused(start: Start) -> None:

@@ -70,8 +70,7 @@ def close_round(transport: MemoryTransport, number: int) -> None:
 def transport() -> MemoryTransport:
     """Return a run of 16 islands and 40 rounds, with events of each kind. One has a long name, one a bad link."""
     # The clock stands still, so that no island times out, however slow the browser is.
-    transport = MemoryBroker(clock=lambda: 1000.0).connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    transport = samples.begin(MemoryBroker(clock=lambda: 1000.0).connect("sample"))
     for name in NAMES:
         transport.island.heartbeat(samples.heartbeat(name, host=f"{name}.cluster.internal"))
     transport.island.heartbeat(samples.heartbeat(NAMES[3], link=TROUBLE, refused=2, last_refusal="23 versions behind"))

@@ -37,8 +37,7 @@ MANIFEST = samples.manifest()
 
 def a_run(broker: MemoryBroker) -> MemoryTransport:
     """Write a run with two islands, an evaluation, and a merged, a refused and a pending contribution."""
-    transport = broker.connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    transport = samples.begin(broker.connect("sample"))
     for name in ("a", "b"):
         transport.island.heartbeat(samples.heartbeat(name))
     epoch = transport.merger.acquire("merger", 10.0)

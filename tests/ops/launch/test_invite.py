@@ -36,9 +36,7 @@ Invite = Callable[..., Invitation]
 @pytest.fixture
 def run(server: RedisServer) -> Iterator[RedisTransport]:
     """Return an administrator's connection to a new run."""
-    transport = connect(server.url, f"run-{uuid.uuid4().hex[:8]}")
-    manifest = samples.manifest(transport.run)
-    transport.create(manifest, samples.first_snapshots(manifest))
+    transport = samples.begin(connect(server.url, f"run-{uuid.uuid4().hex[:8]}"))
     yield transport
     for user in transport.connection.redis.acl_users():
         if user.startswith(f"{transport.run}~"):

@@ -138,8 +138,7 @@ def opened(server: RedisServer, folder: Path, run: str = "demo") -> RedisTranspo
     transport = connect(server.url, run, administrator_at(server, run, folder))
     Administrator(transport, server.url, folder).open()
     if run not in transport.reader.runs():
-        manifest = samples.manifest(run)
-        transport.create(manifest, samples.first_snapshots(manifest))
+        samples.begin(transport)
     return transport
 
 

@@ -136,9 +136,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
 
 def test_the_exit_status_says_whether_a_run_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     url, run = f"fakeredis://{uuid.uuid4().hex}", "situation"
-    transport = connect(url, run)
-    manifest = samples.manifest(run)
-    transport.create(manifest, samples.first_snapshots(manifest))
+    transport = samples.begin(connect(url, run))
     options = status.StatusOptions(url, run, json=True)
     assert status.main(options) == 1
     assert [each["code"] for each in json.loads(capsys.readouterr().out)["problems"]] == ["run.no-islands"]
@@ -164,8 +162,7 @@ class Flaky(Intercepted):
 
 @pytest.fixture
 def flaky() -> Flaky:
-    made = Flaky(MemoryBroker(clock=lambda: 100.0).connect("sample"))
-    made.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    made = samples.begin(Flaky(MemoryBroker(clock=lambda: 100.0).connect("sample")))
     made.island.heartbeat(samples.heartbeat("a"))
     return made
 
@@ -230,9 +227,7 @@ def test_one_line_or_object_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pyt
 @pytest.mark.processes
 def test_ctrl_c_ends_it(server: RedisServer) -> None:
     run = "terminal"
-    transport = connect(server.url, run)
-    manifest = samples.manifest(run)
-    transport.create(manifest, samples.first_snapshots(manifest))
+    transport = samples.begin(connect(server.url, run))
     transport.island.heartbeat(samples.heartbeat("oslo"))
     transport.close()
     terminal, child_end = pty.openpty()

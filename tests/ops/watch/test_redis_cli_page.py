@@ -64,9 +64,7 @@ def url(server: RedisServer) -> Iterator[str]:
 
 def fill(url: str) -> None:
     """Write to Redis as islands, a merger and an operator do."""
-    transport = connect(url, RUN)
-    manifest = samples.manifest(RUN)
-    transport.create(manifest, samples.first_snapshots(manifest))
+    transport = samples.begin(connect(url, RUN))
     transport.island.heartbeat(samples.heartbeat("island-0", data="23:0:1051", last_refusal="too old"))
     assert isinstance(transport.island.lease_range(["23"], "island-0/x"), ReadPosition)
     for sequence in range(3):

@@ -29,9 +29,7 @@ def url() -> str:
 @pytest.fixture
 def transport(url: str) -> Iterator[RedisTransport]:
     """Return a run `demo` with an island `oslo`."""
-    made = connect(url, "demo")
-    manifest = samples.manifest("demo")
-    made.create(manifest, samples.first_snapshots(manifest))
+    made = samples.begin(connect(url, "demo"))
     made.island.heartbeat(samples.heartbeat("oslo"))
     yield made
     made.close()
