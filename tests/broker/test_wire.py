@@ -1,4 +1,4 @@
-"""Payloads: round trips, and hostile payloads that are refused before they take memory."""
+"""Payloads: round trips, and hostile ones, which are refused or give a finite vector, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.codecs import CODECS, PIECE, codec
+from archipelago.broker.codecs import CODECS, PIECE, Vector, codec
 from archipelago.broker.errors import WireError
 from archipelago.broker.wire import (
     HEADER_BYTES_MAX,
@@ -263,3 +263,99 @@ def test_digests_are_of_the_bytes() -> None:
     assert digest_of(VALUES_N[::-1]) == digest(VALUES_N[::-1].tobytes())
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"  # XXH3-128 of nothing
     assert digest(BODY) != digest(BODY[:-1] + b"\1")
+
+
+# -- bodies of the right size ------------------------------------------------------------------------------------------
+
+#: Two blocks of the largest size, the second one not full.
+BLOCKS = 5000
+#: The memory in which every payload of BLOCKS must be decoded or refused. A bomb decompresses to 16 MiB.
+MEMORY_BYTES = 2 << 20
+NAMES = sorted(CODECS)
+BLOCKS_N: Vector = np.random.default_rng(0).standard_normal(BLOCKS).astype(np.float32)
+
+
+def judged(payload: bytes) -> str:
+    """Return the reason of the refusal; empty if the payload decodes to a finite vector of the right size."""
+    with memory_below(MEMORY_BYTES):
+        try:
+            found_N = unpack(payload, BLOCKS)
+        except WireError as error:
+            assert 0 < len(error.reason) < 300
+            assert "not enough memory" not in error.reason, "the memory limit refused the payload, not a check"
+            return error.reason
+    assert found_N.shape == (BLOCKS,)
+    assert found_N.dtype == np.float32
+    assert np.isfinite(found_N).all()
+    return ""
+
+
+def plain(name: str, body: bytes) -> bytes:
+    """Return an uncompressed payload of that codec."""
+    return made({"codec": name, "elements": BLOCKS, "zstd": False}, body)
+
+
+def body_with(name: str, place: int, values: bytes) -> bytes:
+    """Return a valid body, overwritten from `place` on."""
+    body = bytearray(codec(name).encode(BLOCKS_N))
+    body[place : place + len(values)] = values
+    return bytes(body)
+
+
+def scales(name: str) -> int:
+    """Return the size in bytes of the scales at the start of a body; 0 for a codec without scales."""
+    (first, kind), *rest = codec(name).layout(BLOCKS)
+    return first * np.dtype(kind).itemsize if rest else 0
+
+
+def test_a_scale_that_is_not_finite_is_refused() -> None:
+    """The bits are a bfloat16 scale; in `float32` they are the upper half of an element."""
+    for name, bits in itertools.product(NAMES, [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF]):
+        hostile, size = bits.to_bytes(2, "little"), scales(name)
+        body = body_with(name, 2 if name == "float32" else 0, hostile)
+        payload = plain(name, hostile * (size // 2) + body[size:])
+        assert "NaN or infinity" in judged(payload), (name, hex(bits))
+
+
+def test_an_extreme_scale_gives_an_error_or_a_finite_vector() -> None:
+    """The scales are the largest and smallest numbers, negative ones and minus zero, with any codes."""
+    for name in filter(scales, NAMES):
+        size = scales(name)
+        rest = codec(name).encoded_size(BLOCKS) - size
+        for bits, fill in itertools.product([0x7F7F, 0xFF7F, 0x8000, 0x0001, 0xBF80], [0x00, 0x77, 0x80, 0xFF]):
+            judged(plain(name, bits.to_bytes(2, "little") * (size // 2) + bytes([fill]) * rest))
+
+
+def test_every_index_of_top3_lies_within_its_block() -> None:
+    """An index has twelve bits and a block 4,096 elements. Repeated indices and those past the end do no damage."""
+    (first, _), (places, _), (codes, _) = codec("top3").layout(BLOCKS)
+    ones = (0x3F80).to_bytes(2, "little") * first
+    for fill in (0x00, 0xFF, 0x55):
+        body = ones + bytes([fill]) * places + b"\0" * codes
+        assert judged(plain("top3", body)) == ""
+        found_N = unpack(plain("top3", body), BLOCKS)
+        assert np.count_nonzero(found_N) <= 4, "each block has at most two different indices"
+    last = unpack(plain("top3", ones + b"\xff" * places + b"\0" * codes), BLOCKS)
+    assert last[4095] == 1.0
+    assert np.count_nonzero(last) == 1, "values past the end of the vector must be dropped"
+
+
+@given(st.data())
+def test_a_mutated_payload_gives_an_error_or_a_finite_vector(data: st.DataObject) -> None:
+    """Valid payloads are cut, extended, overwritten, shuffled and mixed."""
+    pool = [pack(BLOCKS_N, name, level) for name in NAMES for level in (0, 1)]
+    payload = bytearray(data.draw(st.sampled_from(pool)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, min(64, len(payload))) | st.integers(0, len(payload)))
+        end = data.draw(st.integers(start, min(len(payload), start + 16)) | st.just(len(payload)))
+        other = data.draw(st.sampled_from(pool))
+        payload[start:end] = data.draw(
+            st.binary(max_size=16)
+            | st.just(b"")
+            | st.just(bytes(end - start))
+            | st.just(b"\xff" * (end - start))
+            | st.just(other[start:end])
+            | st.just(bytes(payload[start:end]) * 2)
+            | st.just(bytes(payload[start:end][::-1]))
+        )
+    judged(bytes(payload))
