@@ -9,9 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from archipelago.broker.failpoints import FAILPOINTS, VARIABLE, failpoint, parse_target
+from archipelago.broker.failpoints import FAILPOINTS, VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("broker", "islands", "merger", "ops")
@@ -35,19 +33,13 @@ def test_the_process_is_killed_at_the_failpoint_and_at_no_other() -> None:
     assert walked("publish.placed:3") == (-signal.SIGKILL, "0\n1\n", "")
     assert walked("publish.done") == (-signal.SIGKILL, "", "")
     assert walked("publish.placed:4") == walked("") == (0, "0\n1\n2\n", "")
-    assert parse_target("commit.done") == ("commit.done", 1)
 
 
 def test_a_target_without_a_failpoint_is_an_error() -> None:
     """Otherwise a crash test with a misspelt failpoint would pass without a crash."""
-    for target in ("publish", "publish.done:0", "publish.done:x", "publish.done:-1", ":1"):
-        with pytest.raises(ValueError):
-            pytest.fail(f"{target} was read as {parse_target(target)}")
-    code, lines, said = walked("publish")
-    assert (code, lines) == (1, "")
-    assert VARIABLE in said
-    with pytest.raises(ValueError):
-        failpoint("nowhere")
+    for target in ("publish", "publish.done:0", "publish.done:x"):
+        code, lines, said = walked(target)
+        assert (code, lines, "ValueError" in said) == (1, "", True), target
 
 
 def test_each_failpoint_is_used_exactly_once() -> None:

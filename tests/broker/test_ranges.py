@@ -30,11 +30,6 @@ PLACES = st.builds(ReadPosition, NAMES, PASSES, POSITIONS)
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(PLACES, max_size=POSITIONS_MAX))
-def test_places_survive_a_round_trip(places: list[ReadPosition]) -> None:
-    assert parse_positions(" ".join(map(str, places))) == tuple(places)
-
-
 def test_all_places_of_a_contribution_fit_into_it() -> None:
     longest = ReadPosition("9999999", PASSES_MAX - 1, 10**15 - 1)
     text = " ".join([str(longest)] * POSITIONS_MAX)

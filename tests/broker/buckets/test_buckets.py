@@ -69,15 +69,6 @@ def heads_of(bucket: BucketFolder) -> set[str]:
 # -- bundles -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_comes_back_as_it_was(bucket: BucketFolder, tmp_path: Path) -> None:
-    bundles, source = Bundles(bucket), written(tmp_path, 7)
-    bundles.put(7, source, ABOUT)
-    assert bundles.numbers() == [7]
-    assert dict(bundles.manifest(7).about) == ABOUT
-    bundles.get(7, tmp_path / "new" / "7")
-    assert content(tmp_path / "new" / "7") == content(source)
-
-
 def test_an_upload_that_is_cut_off_does_not_exist(bucket: BucketFolder, tmp_path: Path) -> None:
     """The process or the bucket dies after any number of files; the earlier bundle stays the newest."""
     bundles = Bundles(bucket)

@@ -132,14 +132,6 @@ def test_a_server_of_another_kind_or_of_an_old_version_is_refused(server: RedisS
 # -- passwords ----------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_password_is_an_access_error(server: RedisServer) -> None:
-    for user in ("", f":{SECRET}@", f"somebody:{SECRET}@", f"{SECRET}@"):
-        with failing(BrokerError, "broker.access") as caught:
-            connect(f"redis://{user}127.0.0.1:{server.port}", "run")
-        assert not isinstance(caught.value, UnreachableError)  # A retry would not help.
-        assert SECRET not in str(caught.value)
-
-
 def test_a_user_without_permission_gets_an_error_of_its_own(
     transport: RedisTransport, server: RedisServer, raw: Any
 ) -> None:

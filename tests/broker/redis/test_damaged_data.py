@@ -11,7 +11,7 @@ import pytest
 
 from archipelago.broker.commits import NUMBER_MAX, START, parse_entry
 from archipelago.broker.errors import BrokerError, FencedError, WithdrawnError
-from archipelago.broker.messages import Call, Evaluation, Note, Pending, to_fields
+from archipelago.broker.messages import Call, Evaluation, Note, to_fields
 from archipelago.broker.redis import names
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -63,19 +63,6 @@ def test_a_forged_entry_is_delivered_with_its_fault_and_can_be_refused(
         transport.merger.commit(epoch, samples.commit([honest.entry]))
         transport.merger.rewind()
         assert (transport.reader.backlog(), transport.merger.updates(0.0)) == (0, []), name
-
-
-def test_the_fields_of_a_contribution_are_text(transport: RedisTransport, raw: Any) -> None:
-    for payload in (b"\xff" * 100, LARGE):
-        transport.island.publish(samples.contribution(payload, island="a.b-c_9"), payload)
-    inline, pointer = (fields for _, fields in raw.xrange(Keys(transport.run).updates("a.b-c_9")))
-    assert inline.pop(b"payload") == b"\xff" * 100
-    assert pointer[b"chunks"] == b"3"
-    assert list(pointer)[: len(inline)] == list(inline)  # The readable fields come first.
-    for fields in (inline, pointer):
-        text = {name.decode("ascii"): value.decode("ascii") for name, value in fields.items()}
-        assert text["island"] == "a.b-c_9"
-        assert len(str(text)) < 600
 
 
 def test_an_island_changes_no_merged_contribution_and_loses_one_whose_chunks_it_deletes(
@@ -188,12 +175,6 @@ def test_a_key_of_another_type_is_replaced_by_what_a_commit_writes(
 
 
 # -- records that cannot be read ----------------------------------------------------------------------------------
-
-
-def test_an_unreadable_entry_is_pending_without_tokens(transport: RedisTransport, raw: Any) -> None:
-    raw.xadd(Keys(transport.run).updates("a"), {**FIELDS, "loss": "inf"})
-    transport.island.publish(samples.contribution(), b"payload")
-    assert transport.reader.pending() == Pending(2, 100)
 
 
 def test_unreadable_events_are_skipped(transport: RedisTransport, raw: Any, epoch: int) -> None:
