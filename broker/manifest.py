@@ -299,14 +299,10 @@ class Manifest:
         if changed:
             raise MismatchError("config", self.config.digest(), f"{own.config.digest()} ({'; '.join(changed)})", remedy)
         if self.tree_digest != own.tree_digest:
-            run_tensors = {(t.name, t.shape) for t in self.tensors}
-            own_tensors = {(t.name, t.shape) for t in own.tensors}
-            raise MismatchError(
-                "tree of tensors",
-                f"{self.tree_digest} {sorted(run_tensors - own_tensors)[:3]}",
-                f"{own.tree_digest} {sorted(own_tensors - run_tensors)[:3]}",
-                remedy,
-            )
+            theirs, ours = ({(t.name, t.shape) for t in each.tensors} for each in (self, own))
+            only_theirs, only_ours = sorted(theirs - ours)[:3], sorted(ours - theirs)[:3]
+            values = f"{self.tree_digest} {only_theirs}", f"{own.tree_digest} {only_ours}"
+            raise MismatchError("tree of tensors", *values, remedy)
         if self.corpus != own.corpus:
             raise MismatchError(
                 f"corpus {self.corpus.name!r}",
@@ -335,11 +331,6 @@ class LossUnit:
     name: str
     per_nat: float
     per_recorded_bit: float
-
-    @property
-    def short(self) -> str:
-        """The unit for narrow places, such as `bits/byte`."""
-        return shortened(self.name)
 
     def from_nats(self, nats: float) -> float:
         """Convert a training loss from nats per token."""

@@ -326,7 +326,13 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         )
     run = run or os.environ.get(RUN_VARIABLE)
     if invited := invitation_at(url):
-        return connect(invited.url, _run_of(invited, run), invited)
+        if run not in (None, invited.run):
+            raise ConfigError(
+                f"the join file is for the run {invited.run!r}, not for {run!r}",
+                f"Leave out --run and ${RUN_VARIABLE}, or use the join file of that run.",
+                code="invitation.other",
+            )
+        return connect(invited.url, invited.run, invited)
     if run:
         return connect(url, run)
     finder = connect(url, "any")
@@ -353,16 +359,6 @@ def invitation_at(address: str) -> Invitation | None:
     if not address or not invitations.is_join_file(address):
         return None
     return invitations.read(Path(address))
-
-
-def _run_of(invited: Invitation, run: str | None) -> str:
-    if run not in (None, invited.run):
-        raise ConfigError(
-            f"the join file is for the run {invited.run!r}, not for {run!r}",
-            f"Leave out --run and ${RUN_VARIABLE}, or use the join file of that run.",
-            code="invitation.other",
-        )
-    return invited.run
 
 
 def require_role(invited: Invitation | None, role: Role) -> None:

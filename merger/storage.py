@@ -22,7 +22,7 @@ from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import OTHER_FORMAT, Manifest
-from archipelago.broker.redis.administration import Deletion
+from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole
 from archipelago.broker.transport import Transport
@@ -222,7 +222,7 @@ class MergerFolder:
                 code=OTHER_RUN,
             )
         for shard in reversed(range(manifest.shards)):
-            Deletion(transport.of_shard(shard).connection).delete()
+            delete_shard(transport.of_shard(shard).connection)
         log.warning("the new run %r, in which nothing was merged, gives way to the earlier one", manifest.run)
         return True
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from archipelago.broker.address import redacted
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.machine import PACKAGES, install_hint
+from archipelago.broker.machine import install_hint
 from archipelago.broker.observe.progress import progress
 
 #: The environment variable that names the bucket of all workers.
@@ -203,10 +203,8 @@ def _opened(address: str, shown: str) -> tuple[Any, str]:
     try:
         filesystem, path = fsspec.core.url_to_fs(address, **options)
     except ImportError as error:
-        extra = EXTRAS.get(scheme)
-        package = PACKAGES[extra][0] if extra else "a package of fsspec"
-        remedy = install_hint(extra) if extra else f"{error}."
-        said = f"addresses with {scheme}:// need {package}, which this Python does not have"
+        remedy = install_hint(EXTRAS[scheme]) if scheme in EXTRAS else ""
+        said = f"addresses with {scheme}:// need a package that this Python does not have ({error})"
         raise BucketError(said, remedy, code="bucket.scheme") from None
     except Exception as error:  # each backend has exceptions of its own
         raise _error(shown, "open", error) from error

@@ -110,41 +110,31 @@ def shards_with_keys(connection: RedisConnection) -> set[int]:
     return found
 
 
-class Deletion:
-    """Deletes one shard of a run, by its connection. Only an administrator may do that.
+def has_keys(connection: RedisConnection) -> bool:
+    """Return whether a shard has keys. A run whose deletion was interrupted has some, but no manifest."""
+    return any(_batches(connection))
 
-    A run of several shards is deleted from its last to its first, which says that the run exists.
+
+def delete_shard(connection: RedisConnection) -> int:
+    """Delete a shard of a run, and return the number of its keys. A run is deleted from its last shard to its first.
+
+    What says that the run exists goes first and at once, so that no merger repairs a run that is half deleted: its
+    epoch has ended, and it finds no run. The name goes last, so that an interrupted deletion can be repeated.
     """
+    redis, keys = connection.redis, connection.keys
+    with connection.translated():
+        count = int(redis.unlink(keys.manifest, keys.state, keys.epoch, keys.lease))
+        count += sum(int(redis.unlink(*batch)) for batch in _batches(connection))
+        if not connection.shard:
+            connection.registry.srem(REGISTRY, connection.run)
+    return count
 
-    def __init__(self, connection: RedisConnection) -> None:
-        self._connection = connection
-        self._redis, self._keys = connection.redis, connection.keys
 
-    def found(self) -> int:
-        """Return the number of keys of the shard. A run whose deletion was interrupted has keys, but no manifest."""
-        return sum(map(len, _batches(self._connection)))
-
-    def delete(self) -> int:
-        """Delete the shard, and return the number of its keys.
-
-        What says that the run exists goes first and at once, so that no merger repairs a run that is half deleted: its
-        epoch has ended, and it finds no run. The name goes last, so that an interrupted deletion can be repeated.
-        """
-        keys = self._keys
-        first = [keys.manifest, keys.state, keys.epoch, keys.lease]
-        with self._connection.translated():
-            count = int(self._redis.unlink(*first))
-            for batch in _batches(self._connection):
-                count += int(self._redis.unlink(*batch))
-            if not self._connection.shard:
-                self._connection.registry.srem(REGISTRY, self._connection.run)
-        return count
-
-    def delete_users(self) -> list[str]:
-        """Delete the Redis users of the run's members, and return their names. Call this before `delete`."""
-        membership = MemberRecords(self._connection)
-        users = [member.user for member in membership.all().by_name.values() if member.user]
-        return [user for user in users if membership.remove_user(user)]
+def delete_users(connection: RedisConnection) -> list[str]:
+    """Delete the Redis users of the run's members, and return their names. Their records go with shard 0."""
+    membership = MemberRecords(connection)
+    users = [member.user for member in membership.all().by_name.values() if member.user]
+    return [user for user in users if membership.remove_user(user)]
 
 
 def delete_island(connection: RedisConnection, name: str) -> None:

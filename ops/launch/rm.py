@@ -14,7 +14,7 @@ import tyro
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
-from archipelago.broker.redis.administration import Deletion, shards_with_keys
+from archipelago.broker.redis.administration import delete_shard, delete_users, has_keys, shards_with_keys
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
@@ -62,8 +62,8 @@ def main(options: RmOptions) -> int:
 
 def _remove(options: RmOptions, transport: RedisTransport) -> int:
     run, where = transport.run, transport.connection.where
-    deletions = [Deletion(shard.connection) for shard in shards_to_delete(transport)]
-    if not sum(deletion.found() for deletion in deletions):
+    shards = [shard.connection for shard in shards_to_delete(transport)]
+    if not any(map(has_keys, shards)):
         here = ", ".join(transport.reader.runs()) or "none"
         raise UnknownRunError(
             f"there is no run {run!r} at {where} (runs there: {here})", "`archipelago runs` lists them."
@@ -75,8 +75,8 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
             code="run.alive",
         )
     _confirm(options, f"all keys of the run {run!r} at {where}{_described(transport)}")
-    users = deletions[-1].delete_users()
-    count = sum(deletion.delete() for deletion in deletions)
+    users = delete_users(transport.connection)
+    count = sum(map(delete_shard, shards))
     if options.json:
         print_json({"run": run, "keys": count, "users": users})
     say(f"run {run!r} is deleted: {count:,} keys" + (f", and the users {', '.join(users)}" if users else ""))

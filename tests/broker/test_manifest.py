@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from archipelago.broker.config import OWN_MODEL, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
-from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced, loss_unit
+from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced, loss_unit, shortened
 from tests import samples
 from tests.failing import failing
 
@@ -235,7 +235,7 @@ def test_a_run_of_user_loops_is_stored_and_says_what_is_impossible() -> None:
 
 def test_a_text_has_bits_per_byte() -> None:
     unit = loss_unit(Corpus("text", "0" * 32, 1000))
-    assert (unit.name, unit.short) == ("bits per byte", "bits/byte")
+    assert (unit.name, shortened(unit.name)) == ("bits per byte", "bits/byte")
     assert unit.from_nats(3 * math.log(2.0)) == pytest.approx(3.0)
     assert math.isnan(unit.from_nats(math.nan))
     assert unit.from_evaluation(3.0) == 3.0

@@ -17,7 +17,7 @@ from redis.crc import key_slot
 from archipelago.broker.invitation import Member
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Call, Evaluation, Note, Refusal
-from archipelago.broker.redis.administration import Deletion, shards_with_keys
+from archipelago.broker.redis.administration import delete_shard, shards_with_keys
 from archipelago.broker.redis.islands import EVALUATION_LEASE_MAX
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -132,7 +132,7 @@ def test_every_key_has_a_slot_and_a_way_to_be_deleted(cluster: Cluster, transpor
     assert everywhere == set(found)
     assert shards_with_keys(transport.connection) == set(range(shards))
     for shard in reversed(connections):
-        Deletion(shard.connection).delete()
+        delete_shard(shard.connection)
     assert not any(run.encode() in key for node in cluster.nodes for key in node.client.keys("*"))
     assert run.encode() not in transport.connection.registry.smembers(REGISTRY)
 
