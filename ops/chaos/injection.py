@@ -45,9 +45,7 @@ class FaultTarget:
         proxy: The proxy before Redis, if the link has faults.
         clock: The time of day of the process, if that has faults.
         own_files: The files and folders that the process writes for the storm and not for the run.
-        started: How many times it was started.
         stopped: Whether SIGSTOP holds it.
-        dead: Whether it has no running process.
     """
 
     name: str
@@ -68,6 +66,11 @@ class FaultTarget:
         """Send a signal to the process, if it still exists."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
+
+    def hold(self, *, stops: bool) -> None:
+        """Stop the process, or let it continue."""
+        self.signal(signal.SIGSTOP if stops else signal.SIGCONT)
+        self.stopped = stops
 
 
 class FaultInjector:
@@ -107,13 +110,7 @@ class FaultInjector:
     ) -> tuple[float, float]:
         """Inject faults, whose times count from now, and report events. Return when that began and ended.
 
-        Args:
-            faults: The schedule, ordered by time.
-            is_over: From the begin to whether to end. It is asked ten times a second.
-            stopped: Whether a signal has asked this process to stop.
-
-        Raises:
-            ArchipelagoError: A signal has (`chaos.interrupted`).
+        `is_over`, from the begin to whether to end, is asked ten times a second. Raises ArchipelagoError if `stopped`.
         """
         begin, check_at = time.monotonic(), 0.0
         self._reported = len(self.events)
@@ -207,9 +204,8 @@ def _begin(target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
                 time.sleep(0.001)
             return None
         case "stop":
-            target.signal(signal.SIGSTOP)
-            target.stopped = True
-            return lambda: _continue(target)
+            target.hold(stops=True)
+            return lambda: target.hold(stops=False)
         case "disk":
             _limit_files(target, int(fault.value))
             return lambda: _limit_files(target, None)
@@ -230,11 +226,6 @@ def _begin(target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
             return None
     proxy.cut(reset=fault.kind == "reset")
     return proxy.heal
-
-
-def _continue(target: FaultTarget) -> None:
-    target.signal(signal.SIGCONT)
-    target.stopped = False
 
 
 def _limit_files(target: FaultTarget, room: int | None) -> None:

@@ -70,15 +70,10 @@ class StormPlan:
     """One storm before it begins.
 
     Attributes:
-        run: Name of the run.
         folder: Folder of its logs, data and checkpoints.
-        config: The run's config.
         step_seconds: Minimum duration of an inner step, by island; 0 for as fast as possible.
         seconds: Length of the measured window.
-        faults: The schedule.
-        checkpoint_seconds: Time between two checkpoints.
         settle_seconds: How much longer the window may last, until all processes work again.
-        standbys: Number of standby processes.
         merged_tokens: If not 0, the window ends once this many tokens are merged, instead of after `seconds`.
         script: The islands are this script of a user, with its arguments, which creates the run; empty for our own
             islands.

@@ -28,15 +28,7 @@ Identity = tuple[int, str, str, int]
 
 @dataclass(frozen=True)
 class ProcessEvent:
-    """An event of a process: its start, its end, or a fault.
-
-    Attributes:
-        at: Its time.
-        process: `redis`, the name of a merger or of an island.
-        what: `start`, `ready`, `kill`, `stop`, `continue`, `died`, or a fault of its link, disk or clock that begins
-            or is over.
-        detail: Further information, for people.
-    """
+    """An event of a process: `start`, `ready`, `died`, or a fault that begins or is over."""
 
     at: float
     process: str
@@ -65,26 +57,16 @@ class LoggedTurn:
 
 @dataclass(frozen=True)
 class StormRecord:
-    """One run under faults.
+    """One run under faults: the schedule, the events and turn logs of its processes, and its tape and counters.
 
     Attributes:
         begin, end: The measured window, from when all islands train and a merger serves until the faults end.
-        islands: The names of the islands.
         step_seconds: Minimum duration of an inner step, by island; 0 where none is set.
         tokens_per_step: Tokens of one inner step of one island; their mean, where batches differ.
-        layout: The fragments of each shard.
-        faults: The schedule.
-        events: The events of all processes.
-        turns: The turn log of each island.
         closed_at: When each round closed.
-        tape: All rounds.
-        counters: Counts of published, merged and refused contributions.
         pending: Contributions that were still waiting at the end.
         refused: Refused contributions, as far as the stream still holds the refusals.
         held_out_loss: Held-out loss of the final parameters; NaN if only a user's script can compute it.
-        unit: Its unit.
-        standbys: Number of standby processes.
-        mergers: The names of the merger processes.
     """
 
     begin: float

@@ -29,15 +29,7 @@ TIMER_SHARE = 0.05
 
 
 def run_storm(plan: StormPlan, stopped: Callable[[], bool]) -> StormRecord:
-    """Run a plan to its end.
-
-    Args:
-        plan: The storm.
-        stopped: Whether a signal has asked this process to stop.
-
-    Raises:
-        ArchipelagoError: The run does not begin to train, or a signal interrupted it.
-    """
+    """Run a plan to its end. Raise ArchipelagoError if its run does not begin to train, or if `stopped`."""
     with ExitStack() as stack:
         processes = RunProcesses(plan, stack)
         processes.await_all()
@@ -85,12 +77,7 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
 
 
 def own_step_seconds(asked: Mapping[str, float], turns: Mapping[str, Sequence[LoggedTurn]]) -> dict[str, float]:
-    """Return the step duration of each island of a script: the minimum that was asked for, or what the script takes.
-
-    Args:
-        asked: The minimum duration by island; 0 for none.
-        turns: The turn logs by island.
-    """
+    """Return the step duration of each island of a script: the minimum that was asked for, or what the script takes."""
     measured = [seconds for each in turns.values() for seconds in step_seconds(each)]
     usual, least = statistics.median(measured or [0.0]), min(asked.values())
     if usual <= least * (1 + TIMER_SHARE):
