@@ -27,10 +27,8 @@ RUN = {
     "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
     "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
     "archipelago_run_counters_balanced": ("balanced", "1 if published = merged + refused + pending, by count, else 0."),
-    "archipelago_run_unreadable_records": (
-        "unreadable_records",
-        "Records that cannot be read and are skipped.",
-    ),
+    "archipelago_run_unreadable_records": ("unreadable_records", "Records that cannot be read and are skipped."),
+    "archipelago_run_unfinished": ("unfinished", "1 while the run has steps to make, else 0."),
     "archipelago_run_memory_used_bytes": ("memory_bytes", "Memory that Redis uses."),
     "archipelago_run_memory_limit_bytes": ("memory_limit_bytes", "Redis's maxmemory; 0 if it has none."),
     "archipelago_run_grace_seconds": ("grace_seconds", "Grace window, mean over the recent rounds."),
@@ -52,8 +50,6 @@ COUNTERS = {
     "archipelago_run_refused_contributions_total": ("refused", "Contributions refused."),
 }
 
-UNFINISHED = "archipelago_run_unfinished"
-
 #: Maps a metric's name to the attribute of `IslandView` and its documentation. The labels are `run` and `island`.
 RUN_ISLAND = {
     "archipelago_run_island_live": ("live", "1 if the island sent a heartbeat lately and has not left, else 0."),
@@ -69,10 +65,7 @@ RUN_ISLAND = {
     "archipelago_run_island_backlog_contributions": ("backlog", "Contributions that wait to be sent."),
     "archipelago_run_island_memory_bytes": ("memory_bytes", "Resident memory of its process; 0 if unknown."),
     "archipelago_run_island_host_memory_bytes": ("host_memory_bytes", "Memory in use on its host; 0 if unknown."),
-    "archipelago_run_island_device_memory_bytes": (
-        "device_memory_bytes",
-        "Memory in use on its devices, or 0.",
-    ),
+    "archipelago_run_island_device_memory_bytes": ("device_memory_bytes", "Memory in use on its devices, or 0."),
     "archipelago_run_island_refused_contributions_total": ("refused", "Contributions that were refused."),
     "archipelago_run_island_sent_bytes_total": ("bytes_up", "Payload bytes sent."),
     "archipelago_run_island_received_bytes_total": ("bytes_down", "Payload bytes received."),
@@ -91,8 +84,6 @@ class RunCollector:
         for table, source in ((RUN, view), (COUNTERS, view.counters)):
             for name, (attribute, documentation) in table.items():
                 yield family(name, documentation, labels, [(labels, getattr(source, attribute))])
-        is_unfinished = float(view.step < view.steps)
-        yield family(UNFINISHED, "1 while the run has steps to make, else 0.", labels, [(labels, is_unfinished)])
         for name, (attribute, documentation) in RUN_ISLAND.items():
             samples = [(labels | {"island": island.name}, getattr(island, attribute)) for island in view.islands]
             yield family(name, documentation, [*labels, "island"], samples)

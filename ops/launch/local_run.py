@@ -129,7 +129,7 @@ class LocalRun:
         """Train until the islands are done or a signal arrives. Return whether the run has made all its steps."""
         view = self._observe()
         self._tokens_before = view.tokens_trained
-        if view.step >= view.steps:
+        if not view.unfinished:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
         children = [self.merger, *self.islands]
@@ -145,8 +145,7 @@ class LocalRun:
             self.standbys.end()
             stop_all(children, KILL_SECONDS)
         self.seconds = time.monotonic() - began
-        view = self._observe()
-        return view.step >= view.steps
+        return not self._observe().unfinished
 
     def _watch(self, children: list[Child]) -> None:
         """Supervise the children and show the run until all islands have ended or a signal arrives."""

@@ -60,7 +60,7 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
     """Return what is wrong now, the worst first. `unix_seconds` is the reader's wall clock."""
     unreachable = tuple(_unreachable_shards(view))
     few = [Problem("run.few-syncs", "warn", "run", fault, FEW_SYNCS_REMEDY)] if (fault := view.few_syncs) else []
-    if view.steps <= view.step and not view.pending:
+    if not (view.unfinished or view.pending):
         return (*unreachable, *few)
     found = [
         *unreachable,

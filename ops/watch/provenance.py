@@ -16,18 +16,11 @@ from archipelago.ops.watch.run_view import RunView
 
 
 def provenance(
-    manifest: Manifest,
-    view: RunView,
-    tape: Sequence[TapeEntry],
-    report: Mapping[str, Any],
+    manifest: Manifest, view: RunView, tape: Sequence[TapeEntry], report: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return `sections`, facts in words by section and name, and `commands`, a shell script that repeats the run.
 
-    Args:
-        manifest: The run's manifest.
-        view: The run as it is now.
-        tape: All rounds that are still known, oldest first.
-        report: The run's report.json; empty if there is none.
+    `tape` has all rounds that are still known, and `report` is the run's report.json, empty if there is none.
     """
     islands = view.known or int(report.get("islands") or 0)
     sections = {
@@ -80,13 +73,7 @@ def _machines(view: RunView) -> dict[str, str]:
 
 
 def commands(manifest: Manifest, islands: int, steered: Sequence[TapeEntry]) -> str:
-    """Return a shell script that repeats the run of our own islands, without addresses and passwords.
-
-    Args:
-        manifest: The run's manifest.
-        islands: The number of islands.
-        steered: The rounds from which on an operator changed settings.
-    """
+    """Return a shell script that repeats the run of our own islands, without addresses and passwords."""
     from archipelago.islands.data.corpus import KNOWN
 
     if manifest.task or manifest.config.has_user_loops:

@@ -34,23 +34,16 @@ def observe(
     *,
     briefly: bool = False,
 ) -> RunView:
-    """Return the run as Redis has it now. Raise BrokerError.
+    """Return the run as Redis has it now, on a connection to all its shards. Raise BrokerError.
 
-    Args:
-        transport: A connection to all shards of the run.
-        manifest: The run's manifest.
-        tape: The recent rounds, if they were read already.
-        evaluations: All evaluations, if they were read already.
-        refusals: The recent refusals, if they were read already or are not needed.
-        notes: The newest notes, if they were read already.
-        briefly: For a reading every second: pending contributions are counted without reading the stream. Pending
-            tokens are derived from the accounts, so `balanced` covers contributions only.
+    Recent rounds, evaluations, refusals and notes are given if they were read already, or are not needed. `briefly` is
+    for a reading every second: pending contributions are counted without reading the stream, and their tokens are
+    derived from the accounts, so `balanced` covers contributions only.
     """
     reader = transport.reader
     counters, pending = _accounts(reader, briefly)
-    for _ in range(BALANCE_TRIES - 1):
-        if _balanced(counters, pending):
-            break
+    tries = BALANCE_TRIES
+    while not _balanced(counters, pending) and (tries := tries - 1):
         counters, pending = _accounts(reader, briefly)
     view = summarise(
         manifest, (reader.tape(RECENT_ROUNDS) if tape is None else tape)[-RECENT_ROUNDS:], reader.presences(), counters,
@@ -221,14 +214,8 @@ def _token_accounts(
     """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
 
     docs/guide/operating.md says what each account holds. A token counts once, although each fragment is synchronised on
-    its own: every account is the mean over the fragments. An island of long ago has trained its merged tokens.
-
-    Args:
-        presences: The islands that are known.
-        merged: Merged tokens of each island, summed over the fragments. It also has islands of long ago.
-        counters: The run's counters.
-        pending: Contributions that wait to be merged.
-        fragments: The number of fragments.
+    its own: every account is the mean over the fragments. `merged` are the tokens of each island, summed over the
+    fragments; it also has islands of long ago, which have trained their merged tokens.
     """
     of_island = {island: tokens // fragments for island, tokens in merged.items()}
     unsent = 0

@@ -53,14 +53,11 @@ class RunsOptions:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """One run.
+    """One run. Numbers are 0 and texts empty where they are not known.
 
     Attributes:
-        run: Its name.
         where: `redis` for a run at the given Redis, else its folder.
         state: See `RunsOptions`.
-        model: The size of its model; empty if unknown.
-        parameters: The number of its parameters; 0 if unknown.
         round: The last closed round, or the last one in a checkpoint.
         step, steps: The steps that it has made, and those that it will make.
         live, known: The islands that are live, and those of the last day.

@@ -39,19 +39,13 @@ def summary(
     seconds: float,
     server: str,
 ) -> dict[str, Any]:
-    """Return the report as plain data.
+    """Return the report as plain data. Speed and seconds are those of this session, and `server` is in words.
 
-    Args:
-        view: The run at its end.
-        one_process: The comparison's results, as evaluations have them; empty if it did not run.
-        unit: The unit of the report's losses.
-        tokens_per_second: Training speed in this session.
-        seconds: Seconds of training in this session.
-        server: The Redis server, in words.
+    `one_process` has the results of the comparison as evaluations have them; it is empty if none ran.
     """
     return {
         **{name: getattr(view, name) for name in _OF_VIEW},
-        "finished": view.step >= view.steps,
+        "finished": not view.unfinished,
         "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
         "training_loss": view.loss,
         "syncs": view.syncs,

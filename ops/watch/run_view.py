@@ -57,17 +57,13 @@ class RunView:
         known: Islands seen in the last day.
         live: Islands that sent a heartbeat lately and have not left.
         participating: Live islands that recent rounds have merged.
-        unit: The unit of all losses, such as `bits per byte`.
-        loss: The training loss.
+        unit: The unit of all losses, such as `bits per byte`. `loss` is that of training.
         held_out_first: The loss on held-out text at the first evaluation.
-        held_out_last: The same at the newest evaluation.
         interval: H, the inner steps between two contributions to the same fragment.
         tokens_merged: This and the following are the run's accounts of tokens (`_token_accounts`).
-        tokens_trained: The sum of all accounts.
         evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first.
         evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
         evaluated_by: The island that did; empty if `up` measured the end of the run.
-        frozen_parameters: The parameters of the model that the run does not train.
         task: The name of the users' task that it trains; empty for other runs.
         passes: Mean number of times that a range of the run's corpus was read, counting merged work only. It is NaN if
             the islands are training scripts of their users.
@@ -77,16 +73,11 @@ class RunView:
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
         merger: The merger that holds the lease, and the time since the last round closed.
-        standbys: The mergers that wait for the lease.
         refused: Why the last merger refused to serve the run, while none serves it.
         unsaved: Why the last merger writes no checkpoints, while they fail.
-        control: The requests of operators.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
-        refused_by_code: How many contributions were refused, by code.
         covered: The last round in a finished checkpoint; 0 if there is none.
-        config: The run's settings.
-        tape: The recent rounds, oldest first.
-        evaluations: All evaluations, oldest first.
+        tape: The recent rounds, oldest first, as the evaluations are.
     """
 
     run: str
@@ -161,6 +152,11 @@ class RunView:
         return len(self.unreadable)
 
     @property
+    def unfinished(self) -> bool:
+        """Whether the run has steps to make."""
+        return self.step < self.steps
+
+    @property
     def syncs(self) -> float:
         """How often each fragment was synchronised. A round synchronises one of them."""
         return self.rounds / max(1, self.fragments)
@@ -168,7 +164,7 @@ class RunView:
     @property
     def few_syncs(self) -> str:
         """What is wrong with the syncs that the run had, or will have at its end; empty if there are enough."""
-        if self.step >= self.steps:
+        if not self.unfinished:
             return few_syncs(self.syncs)
         return few_syncs(self.steps / self.interval, "will have")
 
@@ -204,7 +200,7 @@ class RunView:
     @property
     def state(self) -> str:
         """The state of the run in one or two words; `training` if all is well."""
-        if self.step >= self.steps and not self.live:
+        if not (self.unfinished or self.live):
             return "finished"
         if self.control.is_paused:
             return "paused"
@@ -212,7 +208,7 @@ class RunView:
             return "no islands" if self.known or self.rounds else "new"
         if self.unreachable:
             return "shard away"
-        if self.step < self.steps:
+        if self.unfinished:
             if self.lacks_merger:
                 return "no merger"
             if self.pending and self.merger.still_seconds > self.stall_seconds:
@@ -252,7 +248,7 @@ def merger_in_words(view: RunView) -> str:
     if status.holder:
         verb = "serve" if len(status.holders) > 1 else "serves"
         return f"{status.holder} {verb} with epoch {status.epoch}{last}{waiting}"
-    if view.steps <= view.step:
+    if not view.unfinished:
         return f"the run is finished, so no merger serves it{last}{waiting}"
     if status.holders:
         missing = numbered("shard", status.unserved)

@@ -77,16 +77,9 @@ def _with_all_changes(options: SteerOptions) -> SteerOptions:
 def changes_of(
     config: RunConfig, words: Sequence[str], present: Mapping[str, str], wall: Callable[[], float]
 ) -> dict[str, str]:
-    """Parse and check changes.
+    """Parse and check the changes that the words of a command line name. Raise ConfigError.
 
-    Args:
-        config: The run's config.
-        words: The words of the command line.
-        present: The present changes. Each of them can be removed, even if it is not valid.
-        wall: Unix seconds, so that each request for a checkpoint is a new one.
-
-    Raises:
-        ConfigError: A word is not a change, or a value is not valid.
+    Each change that is `present` can be removed, even if it is not valid. Each request for a checkpoint is a new one.
     """
     changes: dict[str, str] = {}
     for word in words:

@@ -139,7 +139,7 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
     traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
     grid.add_row("bytes", traffic)
-    is_served = view.merger.holder or view.steps <= view.step
+    is_served = view.merger.holder or not view.unfinished
     grid.add_row("merger", Text(printable(merger_in_words(view)), style="" if is_served else "yellow"))
     if changes := describe_control(view.control):
         grid.add_row("steered", Text(printable(changes), style="yellow"))

@@ -31,13 +31,7 @@ NOTES_READ = 200
 
 @dataclass(frozen=True)
 class RunReading:
-    """A run at one moment, with what is wrong and what happened lately.
-
-    Attributes:
-        unix_seconds: The reader's wall clock.
-        problems: What is wrong now, the worst first.
-        events: Notes and refusals, oldest first.
-    """
+    """A run at one moment: what is wrong now, the worst first, and its notes and refusals, oldest first."""
 
     view: RunView
     unix_seconds: float

@@ -163,7 +163,7 @@ def test_health_and_metrics_are_those_of_the_view(client: TestClient, watch: Wat
     assert answer.headers["content-type"] == metrics.CONTENT_TYPE
     found = {s.name: s.value for family in text_string_to_metric_families(answer.text) for s in family.samples}
     view = observe(transport, MANIFEST)
-    assert set(found) <= {*metrics.RUN, *metrics.COUNTERS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
+    assert set(found) <= {*metrics.RUN, *metrics.COUNTERS, *metrics.RUN_ISLAND}
     assert list(found.values()).count(view.held_out_last) >= 1
     transport.away = {"tape"}
     watch.update()
