@@ -31,12 +31,9 @@ SIGNING_ROLES: Final = ("island", "merger")
 
 
 class Administrator:
-    """Changes who belongs to a run.
+    """Changes who belongs to a run, with an administrator's connection and its URL.
 
-    Args:
-        transport: A connection to the run as an administrator.
-        url: The URL of that connection.
-        folder: The run's folder. Its file `admin.join` keeps the private key of the run's mergers.
+    The file `admin.join` in the run's folder keeps the private key of the run's mergers.
     """
 
     def __init__(self, transport: RedisTransport, url: str, folder: Path) -> None:
@@ -57,12 +54,15 @@ class Administrator:
         From then on the run is signed, and so is what Redis holds of it already. The private key and the URL are kept
         in the file `admin.join`.
         """
-        private, announced = self._kept_key() or self._offered_key(), self.membership.all().merger_key
+        invited, announced = self._transport.invitation, self.membership.all().merger_key
+        private = self._kept_key() or (invited.private_key if invited is not None and invited.role == ADMIN else "")
         created = not announced and not private
         if created:
             private = key_text(signing.generate()[0])
         if private:
-            self._keep(private, public_text(private))
+            make_untracked(self.file.parent)
+            kept = Invitation(self._url, self.run, ADMIN, ADMIN, private, public_text(private), self._authority())
+            invitations.write(self.file, kept)
             announced = self.membership.offer_merger_key(public_text(private))
             if announced != public_text(private):
                 raise ConfigError(
@@ -87,23 +87,12 @@ class Administrator:
         """A reader of the whole run."""
         return opened(self._transport)[1].reader
 
-    def _offered_key(self) -> str:
-        """Return the private key of the run's mergers in the join file of this connection, if that has it."""
-        invited = self._transport.invitation
-        return invited.private_key if invited is not None and invited.role == ADMIN else ""
-
     def _kept_key(self) -> str:
         """Return the private key of the run's mergers; empty if this folder does not have it."""
         if not self.file.exists():
             return ""
         kept = invitations.read(self.file)
         return kept.private_key if kept.run == self.run else ""
-
-    def _keep(self, private: str, public: str) -> None:
-        make_untracked(self.file.parent)
-        invitations.write(self.file, Invitation(
-            self._url, self.run, ADMIN, ADMIN, private, public, self._authority(),
-        ))  # fmt: skip
 
     def _authority(self) -> str:
         """Return the certificate of the authority that this connection trusts, as PEM; empty for the system's."""
@@ -131,8 +120,6 @@ class Administrator:
         """Make someone a member, and return the invitation.
 
         Args:
-            name: The name of the member.
-            role: What it may do.
             user: The name of its Redis user; empty for the one that we choose.
             password: The password of a user that was created elsewhere; empty to create the user here.
             url: The URL under which the member reaches the Redis; empty for the administrator's own.
@@ -230,13 +217,7 @@ def administrator_at(server: RedisServer, run: str, folder: Path) -> Invitation:
 
 
 def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) -> dict[str, str]:
-    """Invite the processes that `up` starts, and return their join files by name. Each call renews their credentials.
-
-    Args:
-        administrator: The administrator of the run.
-        url: The URL of the Redis on this machine.
-        islands: The names of the islands.
-    """
+    """Invite the processes that `up` starts, and return their join files by name. This renews credentials."""
     ours: list[tuple[str, Role]] = [("merger", "merger"), ("standby", "viewer")]
     joins = {}
     for name, role in [*ours, *((island, "island") for island in islands)]:

@@ -81,13 +81,7 @@ def memory_share(processes: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class DeviceShares:
-    """What each island gets.
-
-    Attributes:
-        found: The accelerators.
-        names: Those of each island.
-        standbys: The number of standbys. Each uses the accelerators of an island, in the order of the islands.
-    """
+    """The accelerators of this machine, and the names of those that each island gets."""
 
     found: Accelerators
     names: tuple[tuple[str, ...], ...]
@@ -123,12 +117,7 @@ def shared_out(
 ) -> DeviceShares | None:
     """Return the share of each island: equally many accelerators; None on a machine without any.
 
-    Args:
-        found: The accelerators of this machine.
-        islands: The number of islands.
-        standbys: The number of standbys. Each shares the devices of an island.
-        may_share: Whether several islands may use one accelerator.
-        mesh: The mesh of each island, if one is given.
+    Each standby shares the devices of an island, and `mesh` is that of each island, if one is given.
 
     Raises:
         ConfigError: There are fewer accelerators than islands or a TPU cannot be shared as asked

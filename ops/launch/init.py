@@ -210,13 +210,7 @@ def create(
 ) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether this call created it, from `weights` or from fresh parameters.
 
-    Args:
-        transport: The connection to the Redis.
-        config: The settings of the run.
-        weights: The weights to begin with.
-        may_replace: Whether to create the run although islands of a lost run of its name are alive.
-        task: A task of the user, FILE.py:NAME, in place of one of our models.
-        shards: The number of shards.
+    `may_replace` says whether to create it although islands of a lost run of its name are alive.
 
     Raises:
         ConfigError: Islands of a lost run of that name are alive (`init.islands-live`), or there are more shards than

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,71 +58,59 @@ def leave_seconds(worker: WorkerOptions) -> float:
     return LEAVE_SECONDS + (FINISH_SECONDS if chosen(worker.bucket) else 0.0)
 
 
+@dataclass
 class LocalRun:
     """The merger, the islands and the standbys of a run on this machine.
 
     Attributes:
+        transport: A connection to all shards of the run.
+        stopped: Whether a signal has arrived.
+        redis: The Redis, if it is our own.
+        joins: The join file of each process, by name. Processes without one use the URL.
+        shares: The accelerators of each island; None on a machine without any.
         seconds: How long this session trained; 0 if the run was already complete.
     """
 
-    def __init__(
-        self,
-        options: UpOptions,
-        manifest: Manifest,
-        transport: ReaderTransport,
-        url: str,
-        folder: Path,
-        stopped: Callable[[], bool],
-        redis: RedisServer | None,
-        joins: Mapping[str, str],
-        shares: DeviceShares | None,
-    ) -> None:
-        """Note what to start.
+    options: UpOptions
+    manifest: Manifest
+    transport: ReaderTransport
+    url: str
+    folder: Path
+    stopped: Callable[[], bool]
+    redis: RedisServer | None
+    joins: Mapping[str, str]
+    shares: DeviceShares | None
+    seconds: float = 0.0
+    _view: RunView | None = None
+    _tokens_before: int = 0
 
-        Args:
-            options: The flags of `up`.
-            manifest: The run.
-            transport: A connection to all its shards.
-            url: The URL of its Redis.
-            folder: Its folder.
-            stopped: Whether a signal has arrived.
-            redis: The Redis, if it is our own.
-            joins: The join file of each process, by name. Processes without one use the URL.
-            shares: The accelerators of each island; None on a machine without any.
-        """
-        self.options, self.manifest, self.transport = options, manifest, transport
-        self.folder, self.stopped, self.redis = folder, stopped, redis
-        threads = {RUN_VARIABLE: manifest.run, **thread_environment(options.islands)}
-
-        def environment(name: str) -> dict[str, str]:
-            return {URL_VARIABLE: joins.get(name, url), **threads}
-
-        def child(name: str, *argv: str, devices: Mapping[str, str] | None = None, niceness: int = 0) -> Child:
-            variables, log = {**environment(name), **(devices or {})}, folder / "logs" / f"{name}.log"
-            return Child(name, argv, variables, log, niceness=niceness)
-
-        mesh = ["--mesh", options.mesh] if options.mesh else []
-        devices = [shares.environment(number) for number in range(options.islands)] if shares else []
-
-        merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
-        argv = ["-m", "archipelago.merger", *merger, *options.flags(0)]
-        self.merger = child("merger", *argv, niceness=NICENESS if shares else 0)
-        task = ["--task", options.task] if options.task else []
+    def __post_init__(self) -> None:
+        options, folder, count = self.options, self.folder, self.options.islands
+        devices = [self.shares.environment(number) for number in range(count)] if self.shares else []
+        what = ["--mesh", options.mesh] if options.mesh else []
+        what += ["--task", options.task] if options.task else []
+        argv = [*ISLAND, "--standby", *what, *options.curve_flags()]
+        environment = self._environment("standby")
+        self.standbys = IslandStandbys(options.standbys, argv, environment, folder / "logs", devices)
+        where = ["--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
+        self.merger = self._child("merger", ["-m", "archipelago.merger", "--resume", *where, *options.flags(0)])
+        self.merger.niceness = NICENESS if self.shares else 0
         self.islands = []
-        for number in range(options.islands):
+        for number in range(count):
             name = island_name(number)
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
             where += ["--evaluate-every", str(options.evaluate_every)]
-            own = devices[number] if devices else None
-            argv = [*ISLAND, *where, *mesh, *task, *options.flags(number + 1)]
-            self.islands.append(child(name, *argv, devices=own, niceness=0 if own else NICENESS))
-        argv = [*ISLAND, "--standby", *mesh, *task, *options.curve_flags()]
-        self.standbys = IslandStandbys(options.standbys, argv, environment("standby"), folder / "logs", devices)
-        for island in self.islands:
-            island.stand_in = self.standbys.stand_in
-        self.seconds = 0.0
-        self._view: RunView | None = None
-        self._tokens_before = 0
+            island = self._child(name, [*ISLAND, *where, *what, *options.flags(number + 1)])
+            island.environment = {**island.environment, **(devices[number] if devices else {})}
+            island.niceness, island.stand_in = 0 if devices else NICENESS, self.standbys.stand_in
+            self.islands.append(island)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        own = {URL_VARIABLE: self.joins.get(name, self.url), RUN_VARIABLE: self.manifest.run}
+        return own | thread_environment(self.options.islands)
+
+    def _child(self, name: str, argv: Sequence[str]) -> Child:
+        return Child(name, argv, self._environment(name), self.folder / "logs" / f"{name}.log")
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -217,12 +206,7 @@ class LocalRun:
     # -- the report -------------------------------------------------------------------------------------------------
 
     def report(self, server: str, with_comparison: bool) -> dict[str, Any]:
-        """Return the report as plain data.
-
-        Args:
-            server: The Redis server, in words.
-            with_comparison: Whether to train one process on as many tokens first.
-        """
+        """Return the report as plain data, at first training one process on as many tokens if there is a comparison."""
         view = self._observe()
         curve = self._one_process(view.tokens_trained) if with_comparison else []
         tokens = view.tokens_trained - self._tokens_before

@@ -52,11 +52,7 @@ _ELSEWHERE: Final = ("192.0.2.1", 9)
 def tls_settings(folder: Path, host: str, port: int, password: str) -> dict[str, str]:
     """Write the certificates and the users of a server in its folder, and return the server's settings.
 
-    Args:
-        folder: The folder of the server.
-        host: The name or address under which others reach this machine.
-        port: The port on which it listens, at all addresses.
-        password: The password of the administrator.
+    Others reach it as `host`, at all addresses of this machine. The password is the administrator's.
     """
     own = socket.gethostname()
     hosts = (host, *([own] if _is_host(own) else []), LOOPBACK, "::1", "localhost")
@@ -125,16 +121,7 @@ def _own_address() -> str:
 
 
 def renew_certificates(folder: Path, hosts: Sequence[str], now: datetime.datetime) -> None:
-    """Make a server certificate, and the authority if there is none or it ends soon.
-
-    Args:
-        folder: The folder of the certificates, as PEM, and of their private keys.
-        hosts: The names and addresses of the server.
-        now: The time, with its time zone.
-
-    Raises:
-        ConfigError: The files of the authority cannot be read.
-    """
+    """Make a server certificate for these hosts, and the authority if it is missing or ends soon. Raise ConfigError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     has_authority = (folder / AUTHORITY).exists() and (folder / AUTHORITY_KEY).exists()
     least = now + datetime.timedelta(days=SERVER_DAYS)

@@ -73,9 +73,7 @@ class Child:
 
     Attributes:
         name: Its name in messages.
-        argv: The arguments of the program.
         environment: Variables that are added to this process's own.
-        log: The file for its output.
         restarts: Restarts, the next one included, since it last lived for `LONG_SECONDS`.
         done: Whether it ended with status 0.
         failures: How often it has failed by itself since it last lived for `LONG_SECONDS`.
@@ -253,13 +251,8 @@ def _cause(status: int) -> str:
 class IslandStandbys:
     """The standbys of one run. Each that becomes an island loads another process after a pause.
 
-    Args:
-        count: The number of standbys.
-        argv: The arguments of Python that load one.
-        environment: Variables of all standbys.
-        logs: The folder of their logs.
-        devices: The variables that show each island its accelerators. A standby holds its programs on those of one
-            island, and can replace only an island with the same ones. The default is that all islands have all.
+    `devices` are the variables that show each island its accelerators. A standby holds its programs on those of one
+    island, and can replace only an island with the same ones. The default is that all islands have all.
     """
 
     def __init__(
