@@ -132,7 +132,7 @@ def _longest_restart_seconds(
     return max(LEASE_SECONDS, slowness * START_SECONDS) + slowness * work
 
 
-def shards_needed(
+def fitting_cycle(
     config: RunConfig,
     parameters: int,
     fragments: int,
@@ -142,14 +142,14 @@ def shards_needed(
     redis_bytes: float,
     interval_seconds: float,
     slowness: float = 1.0,
-) -> int:
-    """Return the fewest shards whose mergers and Redis fit into machines, and whose mergers keep up; 0 if none do.
+) -> Cycle | None:
+    """Predict a cycle with the fewest shards that fit into machines and whose mergers keep up; None if none do.
 
     Args:
         config: The run's config.
         parameters: The elements of all fragments.
         fragments: The fragments of each shard.
-        islands: The islands.
+        islands: The islands that contribute to each round.
         merger_bytes: The memory of a machine with a merger.
         redis_bytes: The memory of a machine with a Redis primary.
         interval_seconds: H times the time of an inner step.
@@ -160,8 +160,8 @@ def shards_needed(
         fits = found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
         fits &= found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
         if fits and found.merge_seconds <= SHARE_MAX * interval_seconds:
-            return shards
-    return 0
+            return found
+    return None
 
 
 # -- spectra ----------------------------------------------------------------------------------------------------------
@@ -215,15 +215,7 @@ class SpectraLoad:
 def spectra_load(
     tensors: Sequence[Tensor], config: MergeConfig, threads: int, rate: float, interval_seconds: float
 ) -> SpectraLoad:
-    """Predict the spectra of a run.
-
-    Args:
-        tensors: The tensors of the model.
-        config: The merge rules.
-        threads: The threads of the merger.
-        rate: The operations a second of all of them together.
-        interval_seconds: H times the time of an inner step.
-    """
+    """Predict the spectra of a run, with so many operations a second of all threads together."""
     operations = cycle_operations(tensors, config)
     return SpectraLoad(operations, threads, operations / rate, interval_seconds)
 

@@ -20,7 +20,7 @@ from archipelago.ops.simulation.cycle import (
     Cycle,
     SpectraLoad,
     cycle,
-    shards_needed,
+    fitting_cycle,
     spectra_load,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
@@ -199,17 +199,17 @@ def plan(options: PlanOptions) -> RunPlan:
     islands_a_site = math.ceil(fleet.islands / options.sites)
     way, fragments, need, fits = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
-    need_of_cycle, has_room = _cycle(options, way, parameters, fragments, fleet.islands, way.interval * step_seconds)
-    shards, tensors = need_of_cycle.shards, tensors_of(options.model)
-    rate = 1e9 * options.thread_gflops * options.merger_threads * shards
-    spectra = spectra_load(tensors, options.merge, options.merger_threads, rate, way.interval * step_seconds)
+    interval_seconds = way.interval * step_seconds
+    need_of_cycle, has_room = _cycle(options, way, parameters, fragments, fleet.islands, interval_seconds)
+    rate = 1e9 * options.thread_gflops * options.merger_threads * need_of_cycle.shards
+    tensors = tensors_of(options.model)
     return RunPlan(
         parameters=parameters,
         tokens=tokens,
         fleets=tuple(fleets),
         fleet=fleet,
         way=way,
-        fragments=fragments * shards,
+        fragments=fragments * need_of_cycle.shards,
         step_seconds=step_seconds,
         load=need,
         fits=fits,
@@ -217,7 +217,7 @@ def plan(options: PlanOptions) -> RunPlan:
         seconds=tokens / (options.chips * options.tokens_per_second * max(fleet.goodput, 1e-9)),
         data_parallel_goodput=alone.goodput,
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
-        spectra=spectra,
+        spectra=spectra_load(tensors, options.merge, options.merger_threads, rate, interval_seconds),
         cycle=need_of_cycle,
         has_room=has_room,
     )
@@ -248,11 +248,8 @@ def _check(options: PlanOptions) -> None:
     require_number("--chips", options.chips, slices, 1, SLICES_SIMULATED * options.slice_chips)
     most = max(options.sites, options.islands)
     if options.chips < most:
-        what, remedy = (
-            f"{options.chips} chips are too few for {most} islands",
-            "Each site and island needs at least one.",
-        )
-        raise ConfigError(what, remedy, code="config.value")
+        what = f"{options.chips} chips are too few for {most} islands"
+        raise ConfigError(what, "Each site and island needs at least one.", code="config.value")
 
 
 def _counts(options: PlanOptions) -> list[int]:
@@ -305,10 +302,9 @@ def _cycle(
     options: PlanOptions, way: Way, parameters: int, fragments: int, islands: int, interval_seconds: float
 ) -> tuple[Cycle, bool]:
     """Return a cycle with as few shards as fit, or with one and False. Each shard has that many fragments."""
-    config = checked({"wire": {"up": way.up, "down": way.down}})
-    shards = shards_needed(
+    config, slowness = checked({"wire": {"up": way.up, "down": way.down}}), options.merger_slowness
+    found = fitting_cycle(
         config, parameters, fragments, islands, merger_bytes=1e9 * options.merger_gb,
-        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, slowness=options.merger_slowness,
+        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, slowness=slowness,
     )  # fmt: skip
-    count = max(1, shards)
-    return cycle(config, parameters, fragments * count, islands, count, slowness=options.merger_slowness), shards > 0
+    return found or cycle(config, parameters, fragments, islands, slowness=slowness), found is not None
