@@ -12,7 +12,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from archipelago.ops.bench.two_islands import (
     TwoIslands,
     two_islands,
 )
-from archipelago.ops.launch import parent_death
+from archipelago.ops.launch.supervisor import Child
 from archipelago.ops.settings import say
 
 TORCHFT_PYTHON = "ARCHIPELAGO_TORCHFT_PYTHON"
@@ -164,30 +163,27 @@ class Torchft:
 
     def __init__(self, size: SyncSize, python: str) -> None:
         options = json.dumps({"tensors": TENSORS, "shape": size.shape, "timeout_seconds": PATIENCE_SECONDS})
-        # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
-        self._command = parent_death.command([python, "-P", str(SCRIPT), options]) if python else []
         self.name, self.reason = "torchft", f"no environment: give --torchft-python, or ${TORCHFT_PYTHON}"
-        self._process: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
+        self._child = Child(
+            "torchft", [str(SCRIPT), options], {}, Path(self._folder.name) / "torchft.log", program=[python, "-P"],
+            is_piped=True,
+        )  # fmt: skip
+        self._has_python = bool(python)
 
     def __enter__(self) -> Self:
-        if self._command:
-            with tempfile.TemporaryFile("w+") as log:
-                self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-                )
-                found = self._answer("")
-                log.seek(0)
-                last = "".join(log.read().strip().splitlines()[-1:])
+        if self._has_python:
+            self._child.launch()
+            found = self._answer("")
             self.name = f"torchft {found.get('torchft', '')}".strip()
-            self.reason = f"{found['error']} ({last:.200})" if "error" in found else ""
+            self.reason = f"{found['error']} ({self._child.last_words():.200})" if "error" in found else ""
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=END_SECONDS)  # Its replicas end when its standard input does.
-            self._process.kill()
-            self._process.wait()
+        self._child.close_pipes()  # Its replicas end when its standard input does.
+        self._child.wait(END_SECONDS)
+        self._folder.cleanup()
 
     def sync(self) -> Synced:
         """Synchronise all parameters once. Raise BrokerError if the process ends instead."""
@@ -202,14 +198,14 @@ class Torchft:
 
     def _answer(self, line: str) -> dict[str, Any]:
         """Send the process a line and return its next answer, or an `error` if it has ended."""
-        process = self._process
+        process = self._child.process
         assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: S101
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(line)
+            process.stdin.write(line.encode())
             process.stdin.flush()
         answer = process.stdout.readline()
         try:
             found: dict[str, Any] = json.loads(answer)
         except ValueError:
-            return {"error": f"it answered {answer:.80}" if answer else f"it ended with status {process.wait()}"}
+            return {"error": f"it answered {answer!r:.80}" if answer else f"it ended with status {process.wait()}"}
         return found
