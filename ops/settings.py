@@ -1,4 +1,4 @@
-"""Functions that several verbs share: read and write run settings, print lines for people, and draw pictures."""
+"""Functions that several verbs share: read and write run settings, and print lines for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import tomli_w
 from archipelago.broker import config
 from archipelago.broker.config import RunConfig, differing
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.observe.logs import as_json, printable_lines
 
 if TYPE_CHECKING:
@@ -89,27 +88,6 @@ def say(text: str = "") -> None:
         return
     sys.stderr.write(printable_lines(text) + "\n")
     sys.stderr.flush()
-
-
-# -- pictures, which only the extra `plots` can draw ----------------------------------------------------------------
-
-
-def can_draw() -> bool:
-    """Return whether pictures can be drawn; if not, tell the user what to install."""
-    if is_installed("matplotlib"):
-        return True
-    say(f"no picture: matplotlib is not installed. {install_hint('plots')}")
-    return False
-
-
-def pyplot() -> Any:
-    """Return `matplotlib.pyplot`, set up to draw into files. Call `can_draw` first."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
 
 
 def flags(config: RunConfig) -> list[str]:

@@ -146,7 +146,7 @@ def test_commands_that_read_a_run_do_not_load_jax() -> None:
     watching = ("broker.redis.transport", "broker.memory.transport", "broker.process", "ops.watch.status", "ops.cli")
     loaded = loaded_by(*(f"archipelago.{module}" for module in watching))
     assert "archipelago.broker.redis.connection" in loaded
-    assert not tops(loaded) & (ACCELERATED | {"fakeredis", "matplotlib"})
+    assert not tops(loaded) & (ACCELERATED | {"fakeredis"})
     assert ours(loaded) == {"broker", "ops"}
 
 

@@ -24,12 +24,12 @@ from archipelago.ops.chaos.baseline import run_baseline
 from archipelago.ops.chaos.figures import Figures, figures
 from archipelago.ops.chaos.injection import library
 from archipelago.ops.chaos.processes import StormPlan, parse_script
-from archipelago.ops.chaos.report import PICTURE, REPORT, headlines, write
+from archipelago.ops.chaos.report import REPORT, headlines, write
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import trainable
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
-from archipelago.ops.settings import can_draw, say
+from archipelago.ops.settings import say
 
 #: Exit status if an invariant is broken.
 BROKEN = 1
@@ -105,7 +105,6 @@ def main(options: ChaosOptions) -> int:
     if not script:
         keep_compiled()
         trainable(config, options.task)
-    can_draw()  # It says before the storm, and not after it, that there will be no picture.
     stopped = stop_on_signals()
     _prepare_folder(folder)
     found = _storm(options, config, folder, faults, stopped)
@@ -201,12 +200,12 @@ def _storm(
         calm = dataclasses.replace(plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0)
         control = figures(run_storm(calm, stopped))
     found = figures(storm, control)
-    write(folder, storm, found, command)
+    write(folder, found, command)
     if options.baseline:  # The report of the storm is already written, in case this fails.
         say("data-parallel training under the same faults, for comparison")
         own = dataclasses.replace(plan, folder=folder / "baseline", seconds=storm.seconds)
         found = figures(storm, control, run_baseline(own, stopped))
-        write(folder, storm, found, command)
+        write(folder, found, command)
     _print(found, folder)
     return found
 
@@ -229,5 +228,4 @@ def _print(found: Figures, folder: Path) -> None:
         say(f"  {name:<64} {value}")
     for check in found["checks"]:
         say(f"  {'holds ' if check['holds'] else 'BROKEN'} {check['name']}: {check['found']}")
-    picture = f"  picture: {folder / PICTURE}" if (folder / PICTURE).exists() else ""
-    say(f"report: {folder / REPORT}{picture}")
+    say(f"report: {folder / REPORT}")

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 from archipelago.broker.messages import Counters, Pending, TapeEntry
 from archipelago.broker.shards.layout import Layout
-from archipelago.ops.chaos.schedule import MERGER, REDIS, Fault
+from archipelago.ops.chaos.schedule import Fault
 
 #: The `start` event of an island that took over a standby's process is followed by this event.
 STANDBY_USED = "was a standby"
-#: The state of an island that trains, and of Redis or a merger that serves.
 SERVING = "training"
 STOPPED, RECOVERING, DEAD = "stopped", "recovering", "dead"
-_MARKS = {"start", "ready", "kill", "died", "stop", "continue"}
+_MARKS = {"start", "kill", "died", "stop", "continue"}
 #: Shard, island, incarnation and sequence number of a contribution. Sequence numbers count by shard.
 Identity = tuple[int, str, str, int]
 
@@ -86,7 +85,6 @@ class StormRecord:
     held_out_loss: float = math.nan
     unit: str = "bits per byte"
     standbys: int = 0
-    mergers: tuple[str, ...] = (MERGER,)
 
     @property
     def tapes(self) -> list[list[TapeEntry]]:
@@ -130,12 +128,12 @@ def step_seconds(turns: Sequence[LoggedTurn]) -> Iterator[float]:
             yield (after.at - before.at) / (after.steps - before.steps)
 
 
-# -- the states of processes ------------------------------------------------------------------------------------------
+# -- the states of islands --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Span:
-    """A period in which a process has one state."""
+    """A period in which an island has one state."""
 
     begin: float
     end: float
@@ -146,13 +144,17 @@ Timelines = Mapping[str, Sequence[Span]]
 
 
 def timelines(storm: StormRecord) -> dict[str, list[Span]]:
-    """Return the states of each process, without gaps from its first start to the end of the storm."""
-    return {name: _timeline(storm, name) for name in (REDIS, *storm.mergers, *storm.islands)}
+    """Return the states of each island, without gaps from its first start to the end of the storm."""
+    return {name: _timeline(storm, name) for name in storm.islands}
 
 
-def _timeline(storm: StormRecord, process: str) -> list[Span]:
-    marks = [(e.at, e.what) for e in storm.events if e.process == process and e.what in _MARKS]
-    marks += [(at, "ready") for at in _ready_times(storm, process)]
+def _timeline(storm: StormRecord, island: str) -> list[Span]:
+    """Return the states of an island. It is ready with the first turn of each incarnation."""
+    marks = [(e.at, e.what) for e in storm.events if e.process == island and e.what in _MARKS]
+    first: dict[str, float] = {}
+    for turn in storm.turns.get(island, ()):
+        first.setdefault(turn.who, turn.at)
+    marks += [(at, "ready") for at in first.values()]
     out: list[Span] = []
     state, since, before_stop = "", 0.0, ""
     for at, what in [*sorted(marks), (storm.end, "end")]:
@@ -187,21 +189,8 @@ def _state_after(what: str, state: str, before_stop: str) -> str:
     return state
 
 
-def _ready_times(storm: StormRecord, process: str) -> list[float]:
-    """Return when a process became ready: a merger with each round, an island with the first turn of an incarnation.
-
-    Redis has its own `ready` events.
-    """
-    if process in storm.mergers:
-        return list(storm.closed_at.values())
-    first: dict[str, float] = {}
-    for turn in storm.turns.get(process, ()):
-        first.setdefault(turn.who, turn.at)
-    return list(first.values())
-
-
 def seconds_in(spans: Sequence[Span], state: str, begin: float, end: float) -> float:
-    """Return the seconds of a window in which a process had that state."""
+    """Return the seconds of a window in which an island had that state."""
     return sum(max(0.0, min(s.end, end) - max(s.begin, begin)) for s in spans if s.state == state)
 
 

@@ -1,42 +1,26 @@
-"""The report of a storm: its figures as text and in report.json, and a picture."""
+"""The report of a storm: its figures as text and in report.json."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from archipelago.broker.machine import is_installed
 from archipelago.broker.process import finite
 from archipelago.ops.chaos.figures import Figures
-from archipelago.ops.chaos.record import StormRecord, Timelines, timelines
-from archipelago.ops.chaos.schedule import KINDS
-from archipelago.ops.settings import pyplot
 from archipelago.ops.watch.formatting import number, size
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-REPORT, PICTURE = "report.json", "storm.png"
+REPORT = "report.json"
 SHARE_LABELS = {
     "useful": "merged", "lost": "trained, never merged", "idle": "slower than the step duration",
     "stopped": "stopped", "recovering": "starting again", "dead": "dead",
 }  # fmt: skip
-STATE_COLOURS = {"training": "#4c9f70", "stopped": "#e0b040", "recovering": "#6fa8dc", "dead": "#c0504d"}
-MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
-OTHER_MARK = "v"
 
 
-def write(folder: Path, storm: StormRecord, found: Figures, command: str) -> None:
-    """Write report.json and, if it can be drawn, storm.png into the folder. `command` is the one that ran the storm."""
+def write(folder: Path, found: Figures, command: str) -> None:
+    """Write report.json into the folder. `command` is the one that ran the storm."""
     text = json.dumps(finite({"command": command, **found}), indent=2)
     (folder / REPORT).write_text(f"{text}\n", encoding="utf-8")
-    if is_installed("matplotlib"):
-        draw(folder / PICTURE, storm, found)
-
-
-# -- figures as text --------------------------------------------------------------------------------------------------
 
 
 def headlines(found: Figures) -> list[tuple[str, str]]:
@@ -75,46 +59,3 @@ def _loss(found: Figures) -> tuple[str, str]:
     if math.isnan(found["held_out_loss"]):  # only the user's script can compute its model
         return "training loss in the last tenth of the rounds", number(found["training_loss"], 4)
     return f"held-out {found['unit']}", number(found["held_out_loss"], 4)
-
-
-# -- the picture ------------------------------------------------------------------------------------------------------
-
-
-def draw(path: Path, storm: StormRecord, found: Figures) -> None:
-    """Draw a lane for each process, with its states and faults."""
-    plt = pyplot()
-    states = timelines(storm)
-    figure, axes = plt.subplots(figsize=(11, 0.45 * len(states) + 1.4), dpi=110, layout="constrained")
-    _draw_timelines(axes, storm, states)
-    axes.set(xlim=(0.0, storm.seconds), xlabel="seconds")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"{found['islands']} islands, {found['step_seconds'] * 1e3:.0f} ms steps, {len(storm.faults)} faults in "
-        f"{found['seconds']:.0f} s: goodput {found['goodput']:.1%}, {found['goodput_of_live_time']:.1%} of live time, "
-        f"uptime {found['uptime']:.1%}"
-    )
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def _draw_timelines(axes: Axes, storm: StormRecord, states: Timelines) -> None:
-    from matplotlib.patches import Patch
-
-    names = list(states)
-    for row, name in enumerate(names):
-        for span in states[name]:
-            begin = span.begin - storm.begin
-            axes.broken_barh([(begin, span.end - span.begin)], (row - 0.32, 0.64), color=STATE_COLOURS[span.state])
-    for event in storm.events:
-        if event.what in KINDS or event.what == "died":
-            place = event.at - storm.begin, names.index(event.process) - 0.42
-            mark = MARKS.get(event.what, OTHER_MARK)
-            axes.plot(*place, marker=mark, color="black", markersize=5, clip_on=False)
-            if event.what not in ("kill", "stop", "died"):
-                axes.annotate(event.what, place, xytext=(4, -2), textcoords="offset points", fontsize=7)
-    axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.7))
-    labels = {"training": "training (redis, merger: serving)"}
-    handles = [Patch(color=colour, label=labels.get(state, state)) for state, colour in STATE_COLOURS.items()]
-    axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower right",
-                bbox_to_anchor=(1.0, 1.0), title="✕ kill  ■ stop  ▼ link  ◆ disk  ★ clock",
-                title_fontsize=8)  # fmt: skip

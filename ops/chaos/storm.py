@@ -72,7 +72,6 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
         held_out_loss=_held_out_loss(plan, transport),
         unit=loss_unit(processes.manifest.corpus).name,
         standbys=plan.standbys,
-        mergers=tuple(merger.name for merger in processes.mergers),
     )
 
 

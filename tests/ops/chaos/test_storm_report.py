@@ -77,8 +77,6 @@ def test_timelines_have_no_gaps() -> None:
         Span(105.0, 106.05, "recovering"),
         Span(106.05, 110.0, "training"),
     ]
-    assert found["merger"] == [Span(98.2, 99.5, "recovering"), Span(99.5, 110.0, "training")]
-    assert found["redis"] == [Span(98.0, 98.1, "recovering"), Span(98.1, 110.0, "training")]
 
 
 def test_goodput_is_merged_steps_over_possible_steps() -> None:
@@ -197,10 +195,9 @@ def test_the_report_compares_with_the_baseline(tmp_path: Path) -> None:
     )
     assert rows["data-parallel"].endswith("goodput 20.0%, uptime 40.0%, inner steps kept 40, lost 12, longest time "
                                           "without a step 4.5 s")  # fmt: skip
-    write(tmp_path, one, found, command)
+    write(tmp_path, found, command)
     data = json.loads((tmp_path / "report.json").read_text())
     assert data == finite({"command": command, **json.loads(json.dumps(finite(found)))})
-    assert (tmp_path / "storm.png").read_bytes().startswith(b"\x89PNG")
     assert "data-parallel" not in dict(headlines(figures(one))), "no baseline ran"
 
 

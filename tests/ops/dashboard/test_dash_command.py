@@ -88,7 +88,7 @@ def test_it_loads_no_jax_and_no_plotly() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("archipelago.").partition(".")[0] for name in done.stdout.split()}
     assert {"starlette", "uvicorn", "redis"} <= loaded
-    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "islands", "plotly", "matplotlib"}
+    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "islands", "plotly"}
 
 
 def test_the_dashboard_needs_its_extra_but_other_verbs_do_not(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_the_dashboard_needs_its_extra_but_other_verbs_do_not(url: str, monkeypa
             patch.setitem(sys.modules, package, None)
             with failing(ConfigError, "config.extra"):
                 run(["dash", url, "--run", "sample"])
-    for package in ("starlette", "uvicorn", "plotly", "matplotlib", "tensorboardX"):
+    for package in ("starlette", "uvicorn", "plotly", "tensorboardX"):
         monkeypatch.setitem(sys.modules, package, None)
     with failing(ConfigError, "config.extra"):
         application(None, TOKEN)  # type: ignore[arg-type]
