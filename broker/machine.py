@@ -30,7 +30,7 @@ PACKAGES = {
     "dash": ("plotly", "starlette", "uvicorn"),
     "gcs": ("gcsfs",),
     "llama": ("torch", "transformers"),
-    "plots": ("matplotlib", "tensorboardX"),
+    "plots": ("tensorboardX",),
     "s3": ("s3fs",),
     "torch": ("torch",),
 }
