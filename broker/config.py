@@ -264,7 +264,7 @@ class WireConfig:
         """Whether snapshots travel as differences. An island that is new or has missed some gets a full snapshot."""
         return self.down not in ("float32", "bfloat16")
 
-    @property
+    @cached_property
     def full(self) -> str:
         """The codec of full snapshots."""
         return "float32" if self.sends_differences else self.down

@@ -92,11 +92,12 @@ def build_commit(
     )
     snapshot = snapshot_of(manifest, tape, held_N, len(difference))
     full = full_state(snapshot, merged.state).packed(wire) if kept.is_full else None
+    needed = before.needed_by(tape.fragment, {member.island for member in tape.members}).to_json()
     return Commit(
         full.snapshot if full else snapshot,
         full,
         after.to_json(),
-        replace(tape, digest=snapshot.held, loss=mean_loss(tape.members), before=_needed(before, tape).to_json()),
+        replace(tape, digest=snapshot.held, loss=mean_loss(tape.members), before=needed),
         [member.entry for member in tape.members],
         trim=kept.trim,
         cursors={s: c for s, c in after.cursors.items() if before.cursors.get(s) != c},
@@ -128,20 +129,6 @@ def snapshot_of(manifest: Manifest, tape: TapeEntry, held_N: jax.Array, differen
         merged=" ".join(member.identity_text for member in by_weight),
         held=held,
         difference_bytes=difference_bytes,
-    )
-
-
-def _needed(before: RunState, tape: TapeEntry) -> RunState:
-    """Return the run's state before a round, as far as its merge depends on it."""
-    p, islands = tape.fragment, {member.island for member in tape.members}
-    return RunState(
-        closed=before.closed,
-        step=before.step,
-        staleness=before.staleness,
-        norms={p: before.norms[p]} if p in before.norms else {},
-        usual_batch=before.usual_batch,
-        accounts={island: account.for_merge() for island, account in before.accounts.items() if island in islands},
-        steered=before.steered,
     )
 
 

@@ -110,6 +110,7 @@ class Rounds:
     def _open_window(self, state: RunState) -> None:
         self._state, self._window = state, self.manifest.window_after(state.closed)
         number = self._window[0]
+        self._version = self.manifest.version_after(number)
         self._next = self._open.setdefault(number, OpenRound(self.manifest.fragment_of(number)))
 
     @property
@@ -132,11 +133,14 @@ class Rounds:
         for found in self._open.values():
             found.answered.difference_update(islands)
 
-    def calls(self) -> list[Call]:
-        """Return the calls of the open rounds that have a contribution, once each."""
+    def calls(self, close: Close | None = None) -> list[Call]:
+        """Return the calls of the open rounds that have a contribution, once each.
+
+        A round that closes now, by the decision `close`, needs no call.
+        """
         due = []
         for number in self._window:
-            found = self._open.get(number)
+            found = None if close and number == close.round else self._open.get(number)
             if found is not None and found.first_at is not None and not found.announced:
                 found.announced = True
                 due.append(Call(number, found.fragment))
@@ -166,7 +170,7 @@ class Rounds:
         return Close(
             number,
             found.fragment,
-            self.manifest.version_after(number),
+            self._version,
             quorum_seconds=found.seconds_since_first(found.quorum_at),
             grace_seconds=found.grace_seconds,
             open_seconds=found.seconds_since_first(now),
@@ -282,10 +286,10 @@ class Liveness:
         """
         before, self._sightings = self._sightings, {}
         live = []
-        for presence in presences:
+        for presence, is_training in [(presence, presence.is_training) for presence in presences]:
             island = presence.heartbeat.island
             sighting = self._sightings[island] = _updated(before.get(island), presence, now, closed)
-            if presence.is_training and now - sighting.arrived_at < LIVE_SECONDS:
+            if is_training and now - sighting.arrived_at < LIVE_SECONDS:
                 live.append(sighting)
         counted = self._counted(live, now, closed)
         self.idle = frozenset(s.heartbeat.island for s in live) - counted

@@ -186,12 +186,16 @@ class Merger:
         self._release(now)  # first, because the next commit stores which rounds are covered
         self.compactor.write(self.epoch, self.state, self.fragments, self.snapshots, now)
         self._receive(seen.deliveries, now)
-        if calls := self.rounds.calls():
+        lingers, close = not self.live and now - self._heard_at < self.linger_seconds, None
+        if not lingers:
+            close = self.rounds.close(now, self.live, self.inbox.waiting_fragments())
+        closed = close is not None
+        if calls := self.rounds.calls(close):
             self.transport.merger.announce(self.epoch, *calls)
-        closed = False
-        if self.live or now - self._heard_at >= self.linger_seconds:
-            while (close := self.rounds.close(now, self.live, self.inbox.waiting_fragments())) is not None:
-                now, closed = self._close(close, now), True
+        if not lingers:
+            while close is not None:
+                now = self._close(close, now)
+                close = self.rounds.close(now, self.live, self.inbox.waiting_fragments())
             now = self._settle() or now
             self._finished_at = (self._finished_at or now) if self._is_finished() else None
             self._take_checkpoint(now)
@@ -334,7 +338,8 @@ class Merger:
         self.compactor.committed(commit, now)
         self.snapshots[snapshot.fragment] = snapshot
         self.rounds.committed(now - closed_at)
-        self.controls.tell_of_scores(before.scores, self.state.scores)
+        if (scores := before.scores) != self.state.scores:
+            self.controls.tell_of_scores(scores, self.state.scores)
         if tape.steered:
             log.info("steered from round %s on: %s", tape.round, tape.steered)
             self.controls.note("steered", f"{tape.steered} from round {tape.round} on")

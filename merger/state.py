@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -207,6 +208,18 @@ class RunState:
             "refused_tokens": self.refused_tokens,
             "bytes_up": self.bytes_up,
         }
+
+    def needed_by(self, fragment: int, islands: AbstractSet[str]) -> RunState:
+        """Return this state as far as the merge of a round of that fragment, with these islands, depends on it."""
+        return RunState(
+            closed=self.closed,
+            step=self.step,
+            staleness=self.staleness,
+            norms={p: norms for p, norms in self.norms.items() if p == fragment},
+            usual_batch=self.usual_batch,
+            accounts={island: account.for_merge() for island, account in self.accounts.items() if island in islands},
+            steered=self.steered,
+        )
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
         """Return whether this contribution was merged or refused."""

@@ -55,6 +55,7 @@ class Lease:
         #: loses its newest writes would give one number to two mergers.
         self._mark = b""
         self._uid: str | None = None
+        self._renewing: tuple[Renewal, tuple[list[str], list[Value]]] | None = None  # the last renewal, and its words
 
     def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         """See `MergerClient.acquire`."""
@@ -132,8 +133,10 @@ class Lease:
             self._renewed(texts(answer), renewal.epoch)
 
     def _renewal(self, renewal: Renewal) -> tuple[list[str], list[Value]]:
-        write = Write(("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000)))
-        return self._request(renewal.epoch, write, None, at_instance=True)
+        if self._renewing is None or self._renewing[0] != renewal:  # it is the same throughout an epoch
+            write = Write(("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000)))
+            self._renewing = renewal, self._request(renewal.epoch, write, None, at_instance=True)
+        return self._renewing[1]
 
     def _renewed(self, answer: Sequence[str], epoch: int) -> None:
         self._require_done(answer, epoch, None)

@@ -45,8 +45,8 @@ def test_a_round_of_one_island() -> None:
     # Nesterov: b = 1, θ = 0 − ½(1 + ½ · 1).
     assert run.parameters(0) == [-0.75] * SIZE
     assert run.parameters(1) == [0.0] * SIZE
-    ((call,), (snapshot,)) = run.events(Call), run.events(Snapshot)
-    assert call == Call(1, 0)
+    (snapshot,) = run.events(Snapshot)
+    assert not run.events(Call), "a round that closes at once needs no call"
     assert (snapshot.version, snapshot.step, snapshot.merged) == (1, 9, "a/x/0")
     (entry,) = run.transport.reader.tape(5)
     assert (entry.round, entry.fragment, entry.version, entry.loss, entry.live) == (1, 0, 1, 3.0, 1)
