@@ -110,11 +110,10 @@ def main(options: MergerOptions) -> int:
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import has_ended_here, merger_name
     from archipelago.merger.shards import serve_shards
-    from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry
+    from archipelago.merger.telemetry import MergerCollector, RoundTelemetry
 
     shards = [manifest.of_shard(shard) for shard in range(manifest.shards)]
-    metrics = RoundMetrics(shards, registry) if registry is not None else None
-    telemetries = [RoundTelemetry(shard, curves, metrics) for shard in shards]
+    telemetries = [RoundTelemetry(shard, curves) for shard in shards]
     every, name = options.checkpoint_every, merger_name()
     mergers, checkpointers = [], []
     for shard, own_manifest in enumerate(shards):

@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from archipelago.broker.observe.metrics import family
 from archipelago.merger.service import Clock, Merger
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter
     from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)
@@ -47,104 +46,46 @@ def labels_of(manifest: Manifest) -> dict[str, str]:
     return {"run": manifest.run} | ({} if manifest.shard is None else {"shard": str(manifest.shard)})
 
 
-class RoundMetrics:
-    """Counts the rounds that this process has closed. The gauges are absent until the first of them.
-
-    Args:
-        manifests: The manifest of each shard, or that of a run with one shard.
-        registry: Gets the metrics.
-    """
-
-    def __init__(self, manifests: Sequence[Manifest], registry: CollectorRegistry) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
-
-        names = list(labels_of(manifests[0]))
-
-        def counter(name: str, documentation: str) -> Counter:
-            return Counter(f"archipelago_merger_{name}", documentation, names, registry=registry)
-
-        self._rounds = counter("rounds_total", "Rounds that this process has closed.")
-        self._merged = counter("merged_contributions_total", "Contributions that this process has merged.")
-        self._tokens = counter(
-            "merged_tokens_total", "Tokens merged: those of each contribution, divided by the number of fragments."
-        )
-        self._bytes_up = counter("received_bytes_total", "Payload bytes of the merged contributions.")
-        self._bytes_down = counter("published_bytes_total", "Payload bytes of snapshots and differences.")
-        self._staleness = Histogram(
-            "archipelago_merger_staleness_versions",
-            "Staleness of merged contributions.",
-            names,
-            buckets=STALENESS_BOUNDS,
-            registry=registry,
-        )
-        self._unit = loss_unit(manifests[0].corpus)
-        self._last = {
-            name: Gauge(f"archipelago_merger_{name}", f"Last round: {documentation}", names, registry=registry)
-            for name, documentation in {
-                "quorum_seconds": "from the first contribution to the quorum.",
-                "grace_seconds": "the grace window that was allowed.",
-                "open_seconds": "from the first contribution to the close.",
-                "merge_seconds": "arithmetic of the close.",
-                "spectra_seconds": "changing spectra, a part of the arithmetic.",
-                "busy_seconds": "since the previous round, without the time that the merger waited for contributions.",
-                "loss": f"training loss in {self._unit.name}, mean of the members' by tokens.",
-            }.items()
-        }
-        counters = (self._rounds, self._merged, self._tokens, self._bytes_up, self._bytes_down, self._staleness)
-        for manifest in manifests:
-            for metric in counters:  # they are 0 before the first round, and not absent
-                metric.labels(**labels_of(manifest))
-
-    def closed(self, manifest: Manifest, entry: TapeEntry, snapshot: Snapshot) -> None:
-        """Count a round that was closed and committed, of the run or the shard with that manifest.
-
-        A member's tokens count for each fragment of the run by equal parts.
-        """
-        labels, fragments = labels_of(manifest), len(manifest.fragments)
-        self._rounds.labels(**labels).inc()
-        self._merged.labels(**labels).inc(len(entry.members))
-        self._tokens.labels(**labels).inc(sum(member.tokens for member in entry.members) / fragments)
-        self._bytes_up.labels(**labels).inc(entry.bytes_up)
-        self._bytes_down.labels(**labels).inc(snapshot.bytes + snapshot.difference_bytes)
-        for member in entry.members:
-            self._staleness.labels(**labels).observe(member.staleness)
-        for name, gauge in self._last.items():
-            value = self._unit.from_nats(entry.loss) if name == "loss" else getattr(entry, name)
-            if math.isnan(value):
-                gauge.remove(*labels.values())
-            else:
-                gauge.labels(**labels).set(value)
-
-
 class RoundTelemetry:
-    """Records each round that a merger commits, in metrics if there are any. Pass `closed` as `on_round`.
+    """Records each round that a merger commits. Pass `closed` as `on_round`.
 
     Args:
         manifest: The manifest of the run, or of the shard that the merger serves.
         curves: Get a point for each round.
-        metrics: Count the rounds.
         clock: Seconds of a monotonic clock.
+
+    Attributes:
+        totals: What the rounds of this process add up to, by the name of the metric.
+        merged_tokens: The tokens that were merged.
+        staleness: How many contributions had each staleness.
+        last: The last round.
+        load: What recent rounds say about the merger's work; None until there are enough of them.
+        closed_at: When the last round was recorded, by `clock`; NaN before the first.
     """
 
-    def __init__(
-        self, manifest: Manifest, curves: CurveWriter, metrics: RoundMetrics | None, clock: Clock = time.monotonic
-    ) -> None:
-        self.clock = clock
-        #: What recent rounds say about the merger's work; None until there are enough of them.
+    def __init__(self, manifest: Manifest, curves: CurveWriter, clock: Clock = time.monotonic) -> None:
+        self.clock, self.unit = clock, loss_unit(manifest.corpus)
+        self.totals: Counter[str] = Counter()
+        self.merged_tokens = 0.0
+        self.staleness: Counter[int] = Counter()
+        self.last: TapeEntry | None = None
         self.load: MergeLoad | None = None
-        #: When the last round was recorded, by `clock`; NaN before the first.
         self.closed_at = math.nan
-        self._manifest, self._metrics = manifest, metrics
+        self._manifest, self._curves = manifest, curves
         self._recent: deque[TapeEntry] = deque(maxlen=ROUNDS_MAX)
         self._has_warned = False
-        self._curves, self._unit = curves, loss_unit(manifest.corpus)
 
     def closed(self, entry: TapeEntry, snapshot: Snapshot) -> None:
-        """Record a round that was committed."""
-        self.closed_at = self.clock()
-        if self._metrics is not None:
-            self._metrics.closed(self._manifest, entry, snapshot)
-        self._curves.put(entry.round, values(entry, self._unit))
+        """Record a round that was committed. A member's tokens count for each fragment of the run by equal parts."""
+        self.closed_at, self.last = self.clock(), entry
+        self.totals["rounds_total"] += 1
+        self.totals["merged_contributions_total"] += len(entry.members)
+        tokens = sum(member.tokens for member in entry.members) / len(self._manifest.fragments)
+        self.merged_tokens += tokens
+        self.totals["received_bytes_total"] += entry.bytes_up
+        self.totals["published_bytes_total"] += snapshot.bytes + snapshot.difference_bytes
+        self.staleness.update(member.staleness for member in entry.members)
+        self._curves.put(entry.round, values(entry, self.unit))
         self._recent.append(entry)
         self.load = merge_load(tuple(self._recent), self._manifest.config.sync.interval)
         if self.load is not None and self.load.is_slow and not self._has_warned:
@@ -164,40 +105,70 @@ class MergerCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the mergers know now."""
-        found = [(labels_of(merger.manifest), merger, self._values(merger, rounds)) for merger, rounds in self._pairs]
-        for name, documentation in _OF_MERGER.items():
-            samples = [(labels, values[name]) for labels, _, values in found]
-            yield family(f"archipelago_merger_{name}", documentation, found[0][0], samples)
+        from prometheus_client.core import HistogramMetricFamily
+
+        found = [(labels_of(merger.manifest), merger, rounds) for merger, rounds in self._pairs]
+        names, known = list(found[0][0]), [_values(merger, rounds) for _, merger, rounds in found]
+        for name, documentation in METRICS.items():
+            samples = [(labels, each[name]) for (labels, _, _), each in zip(found, known, strict=True)]
+            yield family(f"archipelago_merger_{name}", documentation, names, samples)
         counts = [
             ({**labels, "code": code}, count)
             for labels, merger, _ in found
             for code, count in sorted(merger.inbox.codes.items())
         ]
-        yield family(
-            "archipelago_merger_refusals_by_code_total",
-            "Contributions that this process has refused, by reason.",
-            {**found[0][0], "code": ""},
-            counts,
+        documentation = "Contributions that this process has refused, by reason."
+        yield family("archipelago_merger_refusals_by_code_total", documentation, [*names, "code"], counts)
+        histogram = HistogramMetricFamily(
+            "archipelago_merger_staleness_versions", "Staleness of merged contributions.", labels=names
         )
-
-    def _values(self, merger: Merger, rounds: RoundTelemetry) -> dict[str, float]:
-        """Return the value of each metric. A standby has not looked at the run, so its round and islands are NaN."""
-        serves, load = merger.epoch > 0, rounds.load
-        return {
-            "serving": float(serves),
-            "epoch": merger.epoch,
-            "round": merger.state.closed if serves else math.nan,
-            "live_islands": len(merger.live) if serves else math.nan,
-            "idle_islands": len(merger.liveness.idle) if serves else math.nan,
-            "refused_contributions_total": merger.inbox.codes.total(),
-            "round_age_seconds": rounds.clock() - rounds.closed_at,
-            "busy_ratio": load.busy if load else math.nan,
-            "spectra_ratio": load.spectra if load else math.nan,
-            "stretch_ratio": load.stretch if load else math.nan,
-        }
+        for labels, _, rounds in found:
+            seen = rounds.staleness
+            below = [(str(float(bound)), sum(seen[n] for n in seen if n <= bound)) for bound in STALENESS_BOUNDS]
+            total = sum(n * count for n, count in seen.items())
+            histogram.add_metric(list(labels.values()), [*below, ("+Inf", seen.total())], total)
+        yield histogram
 
 
-_OF_MERGER = {
+def _values(merger: Merger, rounds: RoundTelemetry) -> dict[str, float]:
+    """Return the value of each metric. NaN is not shown: what a standby, or a merger without a round, does not know."""
+    serves, load, last = merger.epoch > 0, rounds.load, rounds.last
+    shown = {name: getattr(last, name) if last else math.nan for name in OF_LAST}
+    return {
+        **{name: rounds.totals[name] for name in METRICS},
+        **shown,
+        "merged_tokens_total": rounds.merged_tokens,
+        "loss": rounds.unit.from_nats(last.loss) if last else math.nan,
+        "serving": float(serves),
+        "epoch": merger.epoch,
+        "round": merger.state.closed if serves else math.nan,
+        "live_islands": len(merger.live) if serves else math.nan,
+        "idle_islands": len(merger.liveness.idle) if serves else math.nan,
+        "refused_contributions_total": merger.inbox.codes.total(),
+        "round_age_seconds": rounds.clock() - rounds.closed_at,
+        "busy_ratio": load.busy if load else math.nan,
+        "spectra_ratio": load.spectra if load else math.nan,
+        "stretch_ratio": load.stretch if load else math.nan,
+    }
+
+
+#: The metrics of the last round that its tape entry has.
+OF_LAST = {
+    "quorum_seconds": "Last round: from the first contribution to the quorum.",
+    "grace_seconds": "Last round: the grace window that was allowed.",
+    "open_seconds": "Last round: from the first contribution to the close.",
+    "merge_seconds": "Last round: arithmetic of the close.",
+    "spectra_seconds": "Last round: changing spectra, a part of the arithmetic.",
+    "busy_seconds": "Last round: since the previous one, without the time that the merger waited for contributions.",
+}
+#: All metrics with one value for each merger, with their documentation.
+METRICS = OF_LAST | {
+    "loss": "Last round: training loss in the unit of the run's losses, mean of the members' by tokens.",
+    "rounds_total": "Rounds that this process has closed.",
+    "merged_contributions_total": "Contributions that this process has merged.",
+    "merged_tokens_total": "Tokens merged: those of each contribution, divided by the number of fragments.",
+    "received_bytes_total": "Payload bytes of the merged contributions.",
+    "published_bytes_total": "Payload bytes of snapshots and differences.",
     "serving": "1 while this merger holds the lease, 0 as a standby.",
     "epoch": "Epoch of its lease, the fencing number; 0 without one.",
     "round": "The last round that has closed.",

@@ -16,7 +16,7 @@ from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.merger import merge_rules
 from archipelago.merger.service import Merger
-from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
+from archipelago.merger.telemetry import MergerCollector, RoundTelemetry, values
 from tests import samples
 from tests.broker.observe.test_metrics import values as exported
 from tests.harness.merger_run import ISOTROPIC, MergerRun, constant, logged_codes
@@ -46,10 +46,8 @@ def member(staleness: int) -> RoundMember:
 
 
 def test_rounds_are_counted() -> None:
-    registry = new_registry()
-    manifest = samples.manifest()
-    metrics = RoundMetrics([manifest], registry)
-    rounds = RoundTelemetry(manifest, KeptCurves(), metrics)
+    registry, merger = new_registry(), MergerRun().idle_merger()
+    rounds = listening(merger, KeptCurves(), registry)
     assert scraped(registry)["rounds_total"] == 0
     assert "open_seconds" not in scraped(registry), "the gauges are absent before the first round"
     commit = samples.commit([])
@@ -58,6 +56,7 @@ def test_rounds_are_counted() -> None:
     rounds.closed(replace(entry, members=(member(0), member(0), member(5))), snapshot)
     rounds.closed(replace(entry, members=(member(99),), loss=1.5), snapshot)
     assert scraped(registry) == {
+        "serving": 0, "epoch": 0, "refused_contributions_total": 0, "round_age_seconds": 0,
         "rounds_total": 2, "merged_contributions_total": 4, "merged_tokens_total": 200, "received_bytes_total": 14,
         "published_bytes_total": 68, "quorum_seconds": 0.1, "grace_seconds": 0.2, "open_seconds": 0.3,
         "merge_seconds": 0.125, "spectra_seconds": 0.0, "busy_seconds": 0.0,
@@ -72,11 +71,12 @@ def test_rounds_are_counted() -> None:
     assert (math.isnan(values(empty, BITS)["staleness"]), values(empty, BITS)["contributions"]) == (True, 0)
 
 
-def listening(merger: Merger, drawn: KeptCurves, registry: CollectorRegistry) -> None:
+def listening(merger: Merger, drawn: KeptCurves, registry: CollectorRegistry) -> RoundTelemetry:
     """Connect a merger's telemetry, as `merger.main` does."""
-    rounds = RoundTelemetry(merger.manifest, drawn, RoundMetrics([merger.manifest], registry), merger.clock)
+    rounds = RoundTelemetry(merger.manifest, drawn, merger.clock)
     merger.on_round = rounds.closed
     registry.register(MergerCollector([(merger, rounds)]))
+    return rounds
 
 
 def test_the_rounds_of_a_merger_have_metrics_and_curve_points() -> None:

@@ -16,7 +16,7 @@ from archipelago.broker.messages import Counters, Note, Pending, Refusal
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.islands.running import IslandCollector
-from archipelago.merger.telemetry import RoundMetrics
+from archipelago.merger.telemetry import MergerCollector
 from archipelago.ops.dashboard import metrics, page_data
 from archipelago.ops.dashboard.app import _sentences, _stamped
 from archipelago.ops.dashboard.page_data import events, to_json
@@ -115,7 +115,7 @@ def is_exported(name: str) -> bool:
     """Return whether a worker or the dashboard exports that metric."""
     if name in {*metrics.RUN, *metrics.COUNTERS, *metrics.RUN_ISLAND}:
         return True
-    sources = [Path(str(module.__code__.co_filename)) for module in (IslandCollector.collect, RoundMetrics.closed)]
+    sources = [Path(str(module.__code__.co_filename)) for module in (IslandCollector.collect, MergerCollector.collect)]
     for kind, source in zip(("island", "merger"), sources, strict=True):
         short = re.sub("_(bucket|count|sum)$", "", name).removeprefix(f"archipelago_{kind}_")
         if re.search(rf'"(archipelago_{kind}_)?{short}"', source.read_text(encoding="utf-8")):
