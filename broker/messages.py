@@ -385,6 +385,16 @@ def to_fields(message: Any) -> dict[str, str]:
     return fields
 
 
+def text_fields(raw: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Return the fields of an entry or hash as text, without the payload."""
+    return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items() if k != b"payload"}
+
+
+def from_raw(kind: type[Message], raw: Mapping[bytes, bytes]) -> Message:
+    """Return the message in the fields of an entry or hash. Raises WireError, as `from_fields` does."""
+    return from_fields(kind, text_fields(raw))
+
+
 def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
     """Return the message in the fields. Raises WireError, which names the first invalid field."""
     values: dict[str, Any] = dict(fields)

@@ -15,11 +15,12 @@ from archipelago.broker.commits import DIFFERENCES_KEPT
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, raw_key
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import text_fields
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import count_in, state_fields, state_in, text_fields
+from archipelago.broker.redis.replies import count_in, state_fields, state_in
 from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
 from archipelago.broker.signing import (
     MERGER,

@@ -140,7 +140,7 @@ def fake_client(name: str) -> RedisClient:
     """Return a client of a fake server inside this process; one name always gives the same server."""
     import fakeredis
 
-    client: RedisClient = fakeredis.FakeRedis(host=name, port=1)
+    client: RedisClient = fakeredis.FakeRedis(host=name, port=1, protocol=2)
     return client
 
 

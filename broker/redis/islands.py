@@ -11,7 +11,7 @@ from archipelago.broker.commits import entry_name, parse_entry
 from archipelago.broker.control import heard_by, is_expelled
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_fields, to_fields
+from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_raw, text_fields, to_fields
 from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.ranges import ReadPosition, choose, holder_in
 from archipelago.broker.redis.administration import KnownMembers
@@ -19,7 +19,7 @@ from archipelago.broker.redis.connection import ATTEMPTS, DisturbedError
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.names import REMEMBER_SECONDS
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import count_in, text_fields
+from archipelago.broker.redis.replies import count_in
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Around
 
@@ -46,22 +46,22 @@ class RedisIsland:
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)
+        signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
         with self._connection.translated():
-            signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
             where, doubted = chunks.upload(chunks_name(contribution), payload)
             failpoint("publish.placed")
-            try:
-                with self._connection.watching(*doubted) as pipe:
-                    if doubted:
-                        chunks.require_whole(pipe, doubted, len(payload))
-                    pipe.multi()
-                    pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
-                    pipe.sadd(self._keys.islands, contribution.island)
-                    chunks.settle(pipe, where)
-                    entry: bytes = pipe.execute()[0]
-            except DisturbedError:
-                what = "the chunks of a contribution have expired, or an earlier attempt has arrived late"
-                raise UnreachableError(what, "The island tries again.") from None
+        try:
+            with self._connection.watching(*doubted) as pipe:
+                if doubted:
+                    chunks.require_whole(pipe, doubted, len(payload))
+                pipe.multi()
+                pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
+                pipe.sadd(self._keys.islands, contribution.island)
+                chunks.settle(pipe, where)
+                entry: bytes = pipe.execute()[0]
+        except DisturbedError:
+            what = "the chunks of a contribution have expired, or an earlier attempt has arrived late"
+            raise UnreachableError(what, "The island tries again.") from None
         failpoint("publish.done")
         return entry_name(contribution.island, entry.decode())
 
@@ -74,9 +74,12 @@ class RedisIsland:
         names = heard_by(island)
         requests = [("hget", self._keys.control, name) for name in names]
         with self._connection.translated():  # other types of value under these keys must not stop the island
-            stored, uid, *found = self._connection.tolerant(
-                ("get", self._keys.name(island)), ("hget", self._keys.manifest, "uid"), *requests
-            )
+            signs, stored, uid, *found = self._connection.tolerant(
+                ("exists", self._keys.members), ("get", self._keys.name(island)),
+                ("hget", self._keys.manifest, "uid"), *requests
+            )  # fmt: skip
+        if signs and not self._signing.is_on:
+            self._members.require_unsigned()
         if claim is not None:
             held = _claim_in(stored)
             is_lost = held is None or newest_claim(claim, held) != held
@@ -84,8 +87,6 @@ class RedisIsland:
         return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(names, found))
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
-        if not self._signing.is_on:
-            self._members.require_unsigned()
         key = self._keys.island(heartbeat.island)
         heartbeat = replace(heartbeat, bytes_down=heartbeat.bytes_down + self._downloaded_before(heartbeat))
         signed = self._signing.signed("heartbeat", to_fields(heartbeat), stamp=self._stamps.next())
@@ -291,7 +292,7 @@ class RedisIsland:
                 return None
             giver = raw.get(b"giver", b"").decode("utf-8", "replace")
             self._signing.verify("handover", giver, raw, about=who)
-            handover = from_fields(Handover, text_fields(raw))
+            handover = from_raw(Handover, raw)
             payload = self._chunks.of(handover.giver).fetch(raw, handover.bytes, self._handover_max())
         if len(payload) != handover.bytes:
             raise WireError(

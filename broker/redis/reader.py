@@ -18,6 +18,8 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
     from_fields,
+    from_raw,
+    text_fields,
     to_fields,
 )
 from archipelago.broker.presence import Heartbeat, Presence
@@ -33,7 +35,6 @@ from archipelago.broker.redis.replies import (
     epoch_in,
     fields_of,
     state_in,
-    text_fields,
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
@@ -108,7 +109,7 @@ class RedisReader:
                 self.stored.require()
                 raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
             self._signing.verify("fragment", MERGER, raw, about=str(fragment))
-            snapshot = from_fields(Snapshot, text_fields(raw))
+            snapshot = from_raw(Snapshot, raw)
             with self.connection.translated():
                 try:
                     payload = self.chunks.fetch(raw, snapshot.bytes, arrived=arrived)
@@ -147,7 +148,7 @@ class RedisReader:
         try:
             self._signing.verify("head", MERGER, found, about=str(p))
             self._events.accept(self._keys.head(p), found)
-            return from_fields(Snapshot, text_fields(found))
+            return from_raw(Snapshot, found)
         except WireError as error:
             self.connection.warn_once(f"the header of fragment {p}", error)
             return None
@@ -298,7 +299,7 @@ class RedisReader:
         for entry, raw in reversed(entries):
             try:
                 verify(raw)
-                out.append(from_fields(kind, text_fields(raw)))
+                out.append(from_raw(kind, raw))
             except WireError as error:
                 self.connection.warn_once(f"entry {entry.decode()} of {key}", error)
         return out

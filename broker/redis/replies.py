@@ -1,4 +1,4 @@
-"""Parse the replies of Redis: entries and their ids, text fields, events and counters.
+"""Parse the replies of Redis: ids of entries, marks of epochs, counters and the merger's state.
 
 All functions are pure.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from archipelago.broker.commits import NUMBER_MAX
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import COUNT_MAX, EVENTS, Counters, Event, from_fields
+from archipelago.broker.messages import COUNT_MAX, Counters, text_fields
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.signing import MERGER, SIGNATURE, Raw, Signing
 
@@ -21,11 +21,6 @@ from archipelago.broker.signing import MERGER, SIGNATURE, Raw, Signing
 DIGEST = "digest"
 #: A larger epoch is damage. Every take-over counts one.
 EPOCH_MAX = 1 << 53
-
-
-def text_fields(raw: Raw) -> dict[str, str]:
-    """Return the fields as text, without the payload."""
-    return {k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in raw.items() if k != b"payload"}
 
 
 def names_in(members: Iterable[bytes]) -> list[str]:
@@ -62,32 +57,6 @@ def next_id(entry: str) -> str:
     """Return the smallest id that is greater than that one, which must not be the last."""
     milliseconds, number = entry_id(entry)
     return f"{milliseconds}-{number + 1}" if number < NUMBER_MAX else f"{milliseconds + 1}-0"
-
-
-def entries_by_stream(found: Any) -> Iterator[tuple[str, str, Raw]]:
-    """Yield the key, the id and the fields of each entry that a read of several streams returned.
-
-    Args:
-        found: A list of pairs (the reply in RESP2), a map (the reply in RESP3), or nothing.
-    """
-    if not found:
-        return
-    for key, entries in found.items() if isinstance(found, dict) else found:
-        flat = entries[0] if entries and isinstance(entries[0], list) else entries
-        for entry, raw in flat:
-            yield key.decode(), entry.decode(), raw or {}
-
-
-def stream_entries(found: Any) -> Iterator[tuple[str, Raw]]:
-    """Yield the id and the fields of each entry that a read of one stream returned."""
-    return ((entry, raw) for _, entry, raw in entries_by_stream(found))
-
-
-def event_of(raw: Raw) -> Event | None:
-    """Return the event in an entry; None for an unknown kind, which a newer merger may send. Raises WireError."""
-    fields = text_fields(raw)
-    kind = EVENTS.get(fields.get("kind", ""))
-    return from_fields(kind, fields) if kind else None
 
 
 def fields_of(answer: Any) -> dict[str, str]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.manifest import FORMAT, OTHER_FORMAT, Manifest
+from archipelago.broker.messages import text_fields
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import names_in, text_fields
+from archipelago.broker.redis.replies import names_in
 from archipelago.broker.signing import MERGER, SignatureError
 from archipelago.broker.wire import payload_bytes_max
 

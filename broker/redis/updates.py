@@ -16,11 +16,11 @@ import redis
 
 from archipelago.broker.commits import NUMBER_MAX, START, Delivery, arrival, entry_name, nothing, parse_entry
 from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.messages import Contribution, Pending, from_fields
+from archipelago.broker.messages import Contribution, Pending, from_raw
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.failures import is_wrong_kind
-from archipelago.broker.redis.replies import entries_by_stream, entry_id, is_last, text_fields
+from archipelago.broker.redis.replies import entry_id, is_last
 from archipelago.broker.signing import Raw
 
 #: A stream with more entries is read only by the merger, which refuses them. Honest islands have a few entries for each
@@ -133,7 +133,7 @@ class UpdatesStreams:
         try:
             if verify:
                 self._connection.signing.verify("contribution", sender, raw)
-            contribution = from_fields(Contribution, text_fields(raw))
+            contribution = from_raw(Contribution, raw)
         except WireError as error:
             return Delivery(entry, None, fault=error.reason)
         if contribution.island != sender:
@@ -190,9 +190,10 @@ class UpdatesConsumer:
             self._skip_other_keys(list(self._ends(names)))
             return []
         senders, out = {self._keys.updates(name): name for name in names}, []
-        for key, id_, raw in entries_by_stream(answer):
-            self._read_to[key] = id_
-            out.append(self._updates.delivery(senders[key], id_, raw))
+        for key, entries in answer or ():
+            for id_, raw in entries:
+                self._read_to[key.decode()] = id_.decode()
+                out.append(self._updates.delivery(senders[key.decode()], id_.decode(), raw or {}))
         return sorted(out, key=lambda delivery: arrival(delivery.entry))
 
     def _ends(self, names: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -73,12 +74,12 @@ class DeviceLayout:
     mesh: Mesh | None
     tensors: tuple[Sharding | None, ...]
 
-    @property
+    @cached_property
     def is_split(self) -> bool:
         """Whether a device has a part only of some tensor."""
         return any(there is not None and not there.is_fully_replicated for there in self.tensors)
 
-    @property
+    @cached_property
     def whole(self) -> Sharding | None:
         """Where all devices have an array whole; None for the default device."""
         return None if self.mesh is None else NamedSharding(self.mesh, spec())
@@ -147,13 +148,11 @@ def _devices(sharding: NamedSharding) -> list[jax.Device]:
     return list(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else []
 
 
-def to_sharding(leaf: Any, sharding: Sharding | None) -> jax.Array:
+def to_sharding(leaf: Any, sharding: Sharding) -> jax.Array:
     """Return a leaf of the loop where its fragment is computed. This copies no array that is there already.
 
     An array of numpy is always copied, because `device_put` may share its memory, which the loop may change in place.
     """
-    if sharding is None:
-        return jnp.asarray(leaf)
     if isinstance(leaf, jax.Array) and isinstance(sharding, NamedSharding):
         there = _on_devices(leaf.sharding, _devices(sharding))
         if there is not None:
@@ -162,10 +161,9 @@ def to_sharding(leaf: Any, sharding: Sharding | None) -> jax.Array:
     return placed
 
 
-def settled(leaf: jax.Array, template: jax.ShapeDtypeStruct) -> jax.Array:
+def settled(leaf: jax.Array, wanted: Sharding) -> jax.Array:
     """Return a computed leaf in the sharding that the loop uses."""
-    wanted = sharding_of(template)
-    if wanted is None or leaf.sharding == wanted:
+    if leaf.sharding == wanted:
         return leaf
     if isinstance(wanted, NamedSharding) and isinstance(leaf.sharding, NamedSharding):
         there = _on_devices(wanted, _devices(leaf.sharding))

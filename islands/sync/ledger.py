@@ -44,7 +44,6 @@ class ShardRounds:
 
     Attributes:
         closed: The last closed round.
-        window: The open rounds.
         called: The open rounds that were called.
         answered: The open rounds that the island has answered.
         owed: Inner steps since the last contribution, in units of one step over the shard's fragments. A stride is owed
@@ -58,9 +57,14 @@ class ShardRounds:
         self.owed = owed
         self.go_to(0)
 
+    @property
+    def window(self) -> list[int]:
+        """The open rounds."""
+        return self.own.following(self.closed, self._open)
+
     def go_to(self, closed: int) -> None:
         """Note that a round is the last closed one. It may be an earlier one than before."""
-        self.closed, self.window = closed, self.own.following(closed, self._open)
+        self.closed = closed
         self.called = {number for number in self.called if number > closed}
         self.answered = {number for number in self.answered if number > closed}
 
@@ -189,6 +193,11 @@ class Ledger:
         """Return the next round of each fragment with unsent progress. A departing island contributes to these."""
         rounds = (shard.own.following(shard.closed, len(shard.own.fragments)) for shard in self.shards)
         return [number for each in rounds for number in each if self.counts[self._fragment(number)].steps]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the shard and the fragment of a round."""
+        fragment = self._fragment(number)
+        return self._shard_of[fragment], fragment
 
     @property
     def staleness(self) -> float:

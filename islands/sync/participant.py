@@ -110,6 +110,8 @@ class Participant:
         link.giver.is_willing = self.optimizer.copies is not None
         link.heartbeats.stall_seconds = self.speed.stall_seconds
         self._replica, self._ranges, self._on_marker, self._diverged_max = replica, ranges, on_marker, diverged_max
+        self._thin = config.thin
+        self._payload_sizes = [codec(config.wire.up).encoded_size(elements) for elements in manifest.sizes]
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
         self._unserved_steps = 0
         self._marker = 0  # the last checkpoint that a merger has announced
@@ -267,9 +269,8 @@ class Participant:
             self.link.hand_over(StateForPeer(who, leaves, self.ledger.global_step))
 
     def _send(self, number: int, farewell: bool) -> None:
-        p = self.manifest.fragment_of(number)
-        count = self.ledger.counts[p]
-        shard, name = self.manifest.shard_layout.shard_of(number), self._codec(p)
+        shard, p = self.ledger.place(number)
+        count, name = self.ledger.counts[p], self._codec(p)
         self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval)
         header = Contribution(
             island=self.name,
@@ -306,10 +307,9 @@ class Participant:
 
     def _codec(self, p: int) -> str:
         """Return the run's codec, or the thin one if a payload of the run's would take longer than a stride to send."""
-        up, thin, interval = self.config.wire.up, self.config.thin, self.config.sync.interval
-        stride_seconds = self.speed.step_seconds * interval / len(self.manifest.fragments)
-        size = codec(up).encoded_size(self.manifest.sizes[p])
-        return up if not thin or self.link.uplink.fits(size, stride_seconds) else thin
+        stride_seconds = self.speed.step_seconds * self.config.sync.interval / len(self.manifest.fragments)
+        is_full = not self._thin or self.link.uplink.fits(self._payload_sizes[p], stride_seconds)
+        return self.config.wire.up if is_full else self._thin
 
     def beat(self, state: str) -> None:
         """Update the next heartbeat, unless it is nearly as new."""

@@ -78,6 +78,8 @@ class Replica:
         self.thin = manifest.config.thin
         self._config, self._donates = manifest.config.adopt, donates
         self._templates = plain_templates(manifest.tensors) if templates is None else templates
+        #: Where the loop uses each tensor; None for the default device.
+        self._shardings = {name: sharding_of(template) for name, template in self._templates.items()}
         self._device_layouts = [device_layout(rows, self._templates) for rows in self.layout]
         self._dtypes = [tuple(str(self._templates[tensor.name].dtype) for tensor, _ in rows) for rows in self.layout]
 
@@ -94,7 +96,7 @@ class Replica:
                 own = part.reshape(tensor.shape).astype(template.dtype)
                 if not is_exact:
                     part[:] = own.astype(np.float32).reshape(-1)
-                params[tensor.name] = own_copy(own, sharding_of(template))
+                params[tensor.name] = own_copy(own, self._shardings[tensor.name])
             self.references.append(self._placed(p, held_N))
         return dict(sorted(params.items()))
 
@@ -142,7 +144,8 @@ class Replica:
         """Return the tensors after the fragment's snapshot, which may be prepared, was adopted by the run's rule."""
         new = self._placed(fragment, new_N) if isinstance(new_N, np.ndarray) else new_N
         part, self.references[fragment] = self._adopted(fragment, new, self._part(fragment, tensors))
-        return {**tensors, **{name: settled(leaf, self._templates[name]) for name, leaf in part.items()}}
+        used = ((name, leaf, self._shardings[name]) for name, leaf in part.items())
+        return {**tensors, **{name: leaf if where is None else settled(leaf, where) for name, leaf, where in used}}
 
     def _adopted(self, fragment: int, new: Any, part: Tensors) -> tuple[Tensors, Any]:
         """Return a fragment's next tensors and its next reference."""
@@ -156,13 +159,14 @@ class Replica:
         """Return a fragment's vector on its devices, as a reference is kept. Each device gets its own shards only."""
         rows, devices = self.layout[fragment], self._device_layouts[fragment]
         if not devices.is_split:
-            return put(vector_N, devices.whole)
+            return jax.device_put(vector_N) if devices.whole is None else put(vector_N, devices.whole)
         parts = [vector_N[offset : offset + tensor.size].reshape(tensor.shape) for tensor, offset in rows]
         return dict(zip((tensor.name for tensor, _ in rows), put(parts, list(devices.tensors)), strict=True))
 
     def _part(self, fragment: int, tensors: Mapping[str, Any]) -> Tensors:
-        rows, devices = self.layout[fragment], self._device_layouts[fragment].tensors
-        return {t.name: to_sharding(tensors[t.name], there) for (t, _), there in zip(rows, devices, strict=True)}
+        part = {t.name: tensors[t.name] for t, _ in self.layout[fragment]}
+        places = zip(part.items(), self._device_layouts[fragment].tensors, strict=True)
+        return {name: jnp.asarray(x) if there is None else to_sharding(x, there) for (name, x), there in places}
 
 
 # The caches below let all islands of one process, as in virtual time, share one compilation.

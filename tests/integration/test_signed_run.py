@@ -150,7 +150,7 @@ def forge_heartbeats(run: SignedRun) -> None:
     run.raw.hset(key.island("ghost"), mapping=to_fields(heartbeat("ghost", step_seconds=1e-300)))
     run.raw.hset(key.island("island-1"), mapping=to_fields(heartbeat("island-1", state="left")))
     with failing(ConfigError, "signature.no-key"):
-        plain.island.heartbeat(heartbeat("island-1", state="left"))
+        plain.island.look_around("island-1", None)
     stranger = run.keys.connect("island-2", private=generate()[0])
     stranger.island.heartbeat(heartbeat("island-2", step_seconds=1e-300))
     run.raw.persist(key.island("island-0"))

@@ -28,12 +28,12 @@ from archipelago.broker.commits import START, entry_name
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.memory.state import MemoryEntry, MemoryRun, key_of
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Counters, Event, Snapshot, TapeEntry, from_fields
+from archipelago.broker.messages import Counters, Event, Snapshot, TapeEntry, from_raw, text_fields
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.ranges import holder_in
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import Keys
-from archipelago.broker.redis.replies import counts_in, entry_id, text_fields
+from archipelago.broker.redis.replies import counts_in, entry_id
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.fake_server import answer_as_redis
@@ -304,7 +304,7 @@ class RedisRun:
 
 def _parsed(raw: Any) -> TapeEntry | None:
     try:
-        return from_fields(TapeEntry, text_fields(raw))
+        return from_raw(TapeEntry, raw)
     except WireError:  # it is not from a merger
         return None
 

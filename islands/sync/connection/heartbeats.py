@@ -132,7 +132,7 @@ class Heartbeats:
         self.newest: Heartbeat | None = None
         self.alive_at = self._beat_at = 0.0
         self.stall_seconds, self.is_stalled = math.inf, False
-        self.is_replaced, self.request = False, ""
+        self.is_replaced, self.request, self._own_field = False, "", island_field(self.name)
         self.run_steps = manifest.config.inner.steps
         self.serving = Serving(transport.reader, manifest.run, clock)
         self._claim: NameClaim | None = None
@@ -232,7 +232,7 @@ class Heartbeats:
         self._uplink.answered(self._clock() - began)
         self._set_run_steps(found.requests)
         self.serving.heard(is_served=any(self._served), is_over=self._is_over)
-        request = found.requests.get(island_field(self.name), "")
+        request = found.requests.get(self._own_field, "")
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.request = request
         self._send_notes()

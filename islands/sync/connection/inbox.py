@@ -9,15 +9,16 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Event, Refusal, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest_of, newest, onto
 from archipelago.islands.sync.connection.checks import (
@@ -102,6 +103,7 @@ class Inbox:
         self._must_resend, self._resent_at = False, clock()
         self._instance, self._looked_at = "", -math.inf
         self._lock, self._taken = threading.Lock(), threading.Event()
+        self._taped = partial(self._reader.tape, TAPE_ENTRIES)
         self.hear_of(0)
 
     def hear_of(self, number: int) -> None:
@@ -150,8 +152,11 @@ class Inbox:
             UnreachableError: The broker cannot be reached.
             BrokerError, WireError: A fragment cannot be read. All others were downloaded.
         """
-        self._follow_primary(self._clock())
+        now = self._clock()
+        self._follow_primary(now)
         self.listen(0.0 if self._wanted - self._early.keys() else block_seconds)
+        if self._must_resend or now - self._resent_at >= LOST_SECONDS:
+            self._resend(now)
         faults: list[BrokerError | WireError] = []
         for p in sorted(self._wanted):
             try:
@@ -174,11 +179,13 @@ class Inbox:
         if len(self._events) >= EVENTS_KEPT and not self._taken.wait(block_seconds):
             return
         self._read(block_seconds)
-        if self._must_resend or self._clock() - self._resent_at >= LOST_SECONDS:
-            lost, self._must_resend, self._resent_at = self._outbox.lost(), False, -math.inf
-            if not lost or self._read():  # a decision takes a contribution away and is announced in one step
-                self._outbox.resend(lost)
-                self._resent_at = self._clock()
+
+    def _resend(self, now: float) -> None:
+        """Send again what the broker has lost."""
+        lost, self._must_resend, self._resent_at = self._outbox.lost(), False, -math.inf
+        if not lost or self._read():  # a decision takes a contribution away and is announced in one step
+            self._outbox.resend(lost)
+            self._resent_at = now
 
     def _read(self, block_seconds: float = 0.0) -> bool:
         """Read new events. Return whether these are all."""
@@ -320,6 +327,7 @@ class Inbox:
             self._wanted.discard(p)
             self._return_to_last_round()
             return
+        is_whole = arrival is None
         arrival = arrival or self._fetched_whole(p)
         if arrival.snapshot.round > self.heard_round:
             self._early[p] = arrival  # held until all earlier events are processed
@@ -330,7 +338,8 @@ class Inbox:
             self._arrivals[p] = prepared
         if max(self._announced.get(p, {}), default=0) <= max(newest, arrival.snapshot.version):
             self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
-        self.listen()
+        if is_whole:
+            self.listen()
 
     def _fetched_whole(self, p: int) -> Arrival:
         """Download the newest full snapshot of a fragment and the differences after it.
@@ -385,7 +394,7 @@ class Inbox:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
         snapshot = arrival.snapshot
         p, version = snapshot.fragment, snapshot.version
-        step = believable_step(snapshot, self.step, self.run_steps, self._interval, self._newest_rounds)
+        step = believable_step(snapshot, self.step, self.run_steps, self._interval, self._taped)
         if step < min(snapshot.step, self.run_steps):
             log.warning("ignoring step %s of fragment %s, which the tape does not confirm", snapshot.step, p)
         self.step = max(self.step, step)
@@ -395,12 +404,3 @@ class Inbox:
         self._known[p] = (version, snapshot.digest)
         self._announced[p] = {number: s for number, s in self._announced.get(p, {}).items() if number > version}
         return arrival
-
-    def _newest_rounds(self) -> Sequence[TapeEntry]:
-        try:
-            return self._reader.tape(TAPE_ENTRIES)
-        except UnreachableError:
-            raise
-        except (BrokerError, WireError) as error:
-            log.warning("the tape cannot be read: %s", error.what)
-            return []

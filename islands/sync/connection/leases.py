@@ -27,16 +27,13 @@ class IslandLeases:
         self._transport = transport
         self._who = who
         self.ranges = list(ranges)
+        #: Whether the island reads ranges at all.
+        self.is_used = bool(ranges)
         self._next: ReadPosition | None = None
         self._reading: frozenset[str] = frozenset()
         self._lost: frozenset[str] = frozenset()
         self._lock, self._asking = threading.Lock(), threading.Lock()
         self._skips = 0  # looks to skip before the next question
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the island reads ranges, or may."""
-        return bool(self.ranges or self._reading or self._next)
 
     def take(self) -> ReadPosition | None:
         """Return the next range to read and the position in it, or None if none is leased yet."""

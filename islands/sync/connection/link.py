@@ -101,6 +101,7 @@ class Link:
         self.channels = [self._channel(shard, each) for shard, each in enumerate(shards_of(transport))]
         shards = [(channel.transport, channel.inbox) for channel in self.channels]
         self.heartbeats = Heartbeats(transport, shards, manifest, who, self.uplink, clock, wall, self._changed)
+        self._shard_of = [manifest.shard_layout.shard_of(p + 1) for p in range(len(manifest.fragments))]
         self.leases = IslandLeases(transport, who, ranges)
         self.giver = Giver(transport, who)
         self._sending = [Pump(_named("send", channel), partial(self._publish, channel)) for channel in self.channels]
@@ -127,7 +128,7 @@ class Link:
 
     def send(self, draft: Draft) -> None:
         """Queue a contribution."""
-        shard = self.manifest.shard_layout.shard_of(draft.header.round)
+        shard = self._shard_of[draft.header.fragment]
         self.channels[shard].outbox.queue(draft)
         self._sending[shard].wake.set()
 
@@ -203,7 +204,7 @@ class Link:
 
     def offer(self, ranges: Sequence[str]) -> None:
         """Set the ranges that the island may read, in its order of preference, and let one of them be leased."""
-        self.leases.ranges = list(ranges)
+        self.leases.ranges, self.leases.is_used = list(ranges), True
         self._beating.wake.set()
 
     def register_shards(self, count: int) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from archipelago.broker.codecs import Parts, body_of, codec
+from archipelago.broker.codecs import Parts, body_of
 from archipelago.broker.config import WireConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Contribution
@@ -168,12 +168,12 @@ class Outbox:
 
     def _encode(self, draft: Draft) -> Sent:
         """Encode a draft, compressed if that pays on this link."""
+        header, body = draft.header, body_of(draft.parts)
         level = self._wire.zstd_level if self._uplink.should_pack() else 0
-        began, header = self._clock(), draft.header
-        payload = pack_body(body_of(draft.parts), header.codec, draft.elements, level)
+        began = self._clock() if level else 0.0
+        payload = pack_body(body, header.codec, draft.elements, level)
         if level:
-            before = codec(header.codec).encoded_size(draft.elements)
-            self._uplink.packed(before, len(payload), self._clock() - began)
+            self._uplink.packed(len(body), len(payload), self._clock() - began)
         contribution = replace(header, bytes=len(payload), digest=digest(payload))
         return Sent(contribution, contribution.identity_text, payload)
 
@@ -208,7 +208,7 @@ class Outbox:
         with self._changed:
             self._changed.notify_all()
 
-    def merged(self, identities: Set[str], number: int) -> None:
+    def merged(self, identities: Collection[str], number: int) -> None:
         """Note the contributions that a round has merged, and forget those that are no longer needed."""
         with self._lock:
             newly = [sent for sent in self._undecided() if sent.identity in identities]

@@ -181,7 +181,7 @@ def test_numpy_leaves_may_be_changed_in_place_after_a_sync() -> None:
     placed = SingleDeviceSharding(jax.devices()[0])
     memory = np.ones(1 << 16, np.float32)
     leaf = memory[(-memory.ctypes.data % 64) // 4 :][: 1 << 15]
-    held = [to_sharding(leaf, None), to_sharding(leaf, placed)]
+    held = [jnp.asarray(leaf), to_sharding(leaf, placed)]
     leaf += 1.0
     assert [float(each.max()) for each in held] == [1.0, 1.0]
 
