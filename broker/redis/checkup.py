@@ -25,7 +25,8 @@ from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY, Keys
 
-INFO_SECTIONS = ("server", "memory", "persistence", "stats", "clients", "replication", "cluster")
+#: The sections of INFO that a server sends unless it is asked for others.
+USUAL = "default"
 SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "maxclients", "min-replicas-to-write")
 FIRST_BURST_BYTES = 16 << 10
 BURST_BYTES_MAX = 8 << 20
@@ -63,7 +64,7 @@ class ServerFacts:
     """Facts about a server. A fact is empty if the server does not report it or this user has no permission.
 
     Attributes:
-        info: The answers to INFO for all INFO_SECTIONS, in one mapping.
+        info: The answer to INFO.
         settings: The answers to CONFIG GET for SETTINGS.
         needs_password: Whether a client without a password is rejected; None if unknown.
         denied: The commands that the user's role needs on the run's keys, and that this user cannot execute.
@@ -157,7 +158,7 @@ class RedisCheckup:
         return Bandwidth(up, down)
 
     def _no_room(self) -> str:
-        info = self._info_or_nothing("memory") | self._info_or_nothing("persistence")
+        info = self._info_or_nothing()
         limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
         if limit and used + 2 * BURST_BYTES_MAX > ROOM_SHARE * limit:
             return "its memory is too full to write a measurement into it"
@@ -185,14 +186,10 @@ class RedisCheckup:
 
     def facts(self) -> ServerFacts:
         """Ask the server for facts, and leave out those that it refuses. Raises UnreachableError."""
-        info: dict[str, Any] = {}
-        for section in INFO_SECTIONS:
-            info |= self._info_or_nothing(section)
         settings: dict[str, str] = {}
-        for name in SETTINGS:
-            with self._if_allowed():
-                settings |= self._redis.config_get(name)
-        return ServerFacts(info, settings, self._needs_password(), *self._rights())
+        with self._if_allowed():
+            settings = self._redis.config_get(*SETTINGS)
+        return ServerFacts(self._info_or_nothing(), settings, self._needs_password(), *self._rights())
 
     def servers(self) -> tuple[Kind, list[NodeFacts]]:
         """Return the kind of the address, and facts about each server. Raises UnreachableError if none is found."""
@@ -212,10 +209,10 @@ class RedisCheckup:
         except BrokerError:
             pass
 
-    def _info_or_nothing(self, section: str) -> dict[str, Any]:
+    def _info_or_nothing(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         with self._if_allowed():
-            found |= self._connection.info(section)
+            found |= self._connection.info(USUAL)
         return found
 
     def _needs_password(self) -> bool | None:
@@ -317,9 +314,7 @@ def _facts(connection: RedisConnection, node: Any, holder: str) -> NodeFacts:
     where = f"{host}:{options.get('port', '')}" if host else str(options.get("path", ""))
     try:
         with connection.translated():
-            found: dict[str, Any] = {}
-            for section in ("server", "replication", "memory", "persistence"):
-                found |= node.info(section)
+            found: dict[str, Any] = node.info(USUAL)
     except BrokerError as error:
         cause = error.__cause__
         refused = isinstance(cause, redis.AuthenticationError | redis.exceptions.NoPermissionError)
