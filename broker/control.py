@@ -182,10 +182,7 @@ def own(config: RunConfig, name: str) -> float:
 def in_force(config: RunConfig, before: Mapping[str, float], control: Control) -> dict[str, float]:
     """Return the settings that differ from the run's config once the requests apply.
 
-    Args:
-        config: The run's config.
-        before: The settings that differed until now. One whose new value is invalid stays as it was.
-        control: The operator's requests.
+    One that differed `before` and whose new value is invalid stays as it was.
     """
     ignored = {name: before[name] for name in SETTINGS if name in control.faults and name in before}
     return _differing(config, {**ignored, **control.settings})
@@ -223,10 +220,7 @@ def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
 def run_steps(config: RunConfig, fields: Mapping[str, str], before: int | None = None) -> int:
     """Return the length of the run in steps: the one that an operator has set, or else the one in the run's config.
 
-    Args:
-        config: The run's config.
-        fields: The operator's requests.
-        before: The length until now, which an invalid request does not change. The default is the config's.
+    An invalid request does not change the length until now.
     """
     control = Control.of({STEPS: fields[STEPS]} if STEPS in fields else {})
     if control.faults and before is not None:

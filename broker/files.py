@@ -71,11 +71,9 @@ def require_writable(folder: Path) -> None:
 
 
 def require_local(path: Path, what: str) -> None:
-    """Raise ConfigError (`file.url`) for a path that was a URL. Work is done on a disk, and buckets hold copies.
+    """Raise ConfigError (`file.url`) for a path that was a URL, in which `//` has become `/`.
 
-    Args:
-        path: The path, in which `//` has become `/`.
-        what: The option that named it.
+    The option `what` named it. Work is done on a disk, and buckets hold copies.
     """
     if path.parts and _SCHEME.fullmatch(path.parts[0]):
         raise ConfigError(

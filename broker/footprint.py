@@ -85,14 +85,7 @@ def _of_batches(manifest: Manifest) -> int:
 
 
 def merger_parts(config: RunConfig, parameters: int, largest: int, *, checkpoints: bool = True) -> dict[str, int]:
-    """Estimate the memory of a merger at its peak, by part in words.
-
-    Args:
-        config: The run's config.
-        parameters: The parameters that it merges.
-        largest: The parameters of the largest fragment.
-        checkpoints: Whether it writes checkpoints.
-    """
+    """Estimate the memory of a merger at its peak, by part in words. `largest` is the size of the largest fragment."""
     is_rounded = config.wire.full != "float32" or config.wire.sends_differences
     state = 4 * (1 + has_momentum(config) + is_rounded) * parameters
     return {
@@ -124,12 +117,7 @@ def redis_parts(
 ) -> dict[str, int]:
     """Estimate the memory of a run, or of one shard, in Redis at its peak, by part in words.
 
-    Args:
-        config: The run's config.
-        parameters: The parameters of the shard.
-        largest: The parameters of its largest fragment.
-        islands: How many islands contribute to each round.
-        fragments: The fragments of the shard.
+    `largest` is the size of its largest fragment; `islands` is how many contribute to each round.
     """
     wire = config.wire
     entry = TAPE_ENTRY + TAPE_PER_ISLAND * islands

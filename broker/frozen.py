@@ -19,8 +19,6 @@ class FrozenTensor(NamedTuple):
     """A tensor that is not trained, as a manifest names it.
 
     Attributes:
-        name: Its name.
-        shape: Its shape.
         dtype: Its dtype, such as `bfloat16`, under the name that JAX and PyTorch share.
         digest: The XXH3-128 digest of its elements in row-major order, as thirty-two hexadecimal digits.
     """
@@ -36,9 +34,6 @@ class FrozenValues:
     """A tensor that is not trained, in the memory of an island.
 
     Attributes:
-        name: Its name.
-        shape: Its shape.
-        dtype: Its dtype.
         pieces: Returns its elements in row-major order, piece by piece, so that few of them are in the memory of the
             host at a time.
     """

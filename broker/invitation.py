@@ -50,15 +50,12 @@ class Invitation:
 
     Attributes:
         url: The URL of the Redis with this member's user name and password.
-        run: The name of the run.
         name: The name of the member, which is the island's name.
-        role: What the member may do.
         private_key: The key that the member signs with, in base64: an island's own, or the one that all mergers of the
             run share, which `admin` hands on to them. Empty for the other roles.
         merger_key: The public key of the run's mergers, in base64.
         ca_certificate: The certificate authority that signed the server's certificate, as PEM. Empty if the system's
             authorities apply, or without TLS.
-        archipelago: The version of this format.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

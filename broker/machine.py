@@ -49,11 +49,8 @@ def describe() -> str:
 def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
     """Return how many cores this process may keep busy, at least one.
 
-    A container may see all cores of its machine and have the time of a few, so its quota counts as well.
-
-    Args:
-        cgroups: Where the control groups are.
-        own: The file that names those of this process.
+    A container may see all cores of its machine and have the time of a few, so its quota counts as well. The file `own`
+    names the control groups of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, math.ceil(_quota(cgroups, own))))
@@ -142,12 +139,7 @@ def is_installed(package: str) -> bool:
 
 
 def require_extra(extra: str, purpose: str) -> None:
-    """Raise ConfigError unless all packages of an extra are installed.
-
-    Args:
-        extra: The extra.
-        purpose: What needs it, as the subject of a sentence: "The dashboard".
-    """
+    """Raise ConfigError unless all packages of an extra are installed, which `purpose` ("The dashboard") needs."""
     if missing := [package for package in PACKAGES[extra] if not is_installed(package)]:
         said = f"{purpose} needs {' and '.join(missing)}, which this Python does not have"
         raise ConfigError(said, install_hint(extra), code="config.extra")

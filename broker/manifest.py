@@ -104,11 +104,8 @@ class Manifest:
     """A run's identity. Workers with equal manifests can merge each other's contributions and snapshots.
 
     Attributes:
-        run: The name of the run.
-        config: The run's settings.
         tensors: All parameter tensors of the model that are trained.
         fragments: The names of the tensors of each fragment.
-        corpus: The corpus of the run.
         versions: The versions of the packages that created the run, for debugging.
         uid: Distinguishes the run from others that had its name, 32 hexadecimal digits. A run that continues from a
             checkpoint keeps it. Runs that are never replaced, such as those in virtual time, have none.
@@ -193,8 +190,7 @@ class Manifest:
     def require_own_code(self, what: str) -> None:
         """Raise ConfigError (`model.own`) if the run's model is that of its users' training scripts.
 
-        Args:
-            what: What is not possible for such a run, as the beginning of a sentence.
+        `what` is not possible for such a run; a sentence begins with it.
         """
         if self.task:
             raise ConfigError(
@@ -320,13 +316,7 @@ def _adapter() -> TypeAdapter[Manifest]:
 
 @dataclass(frozen=True)
 class LossUnit:
-    """A unit of losses.
-
-    Attributes:
-        name: The unit in words, such as `bits per byte`.
-        per_nat: One nat per token in this unit.
-        per_recorded_bit: One bit of an `Evaluation` in this unit.
-    """
+    """A unit of losses, and what a nat per token and a bit of an `Evaluation` are in it."""
 
     name: str
     per_nat: float

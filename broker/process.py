@@ -213,11 +213,7 @@ def finite(value: Any) -> Any:
 class Patience:
     """Repeats calls while Redis does not answer, so that a worker can start before its Redis.
 
-    Args:
-        seconds: How long each call is repeated, counted from its first failure.
-        stopped: Returns True to stop the repetitions early.
-        clock: Returns seconds.
-        pause: Waits for some seconds.
+    Each call is repeated for that many seconds after its first failure, or until `stopped`.
     """
 
     def __init__(
@@ -310,10 +306,6 @@ class AwaitedRun(RunAddress):
 def connect_to(url: str | None, run: str | None) -> RedisTransport:
     """Connect to the run that the arguments or the environment name; without a name, to the only run there is.
 
-    Args:
-        url: The URL, or the path of a join file.
-        run: The name of the run.
-
     Raises:
         ConfigError: No URL was given, the join file cannot be used, or there is not exactly one run to choose.
     """
@@ -351,11 +343,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
 
 
 def invitation_at(address: str) -> Invitation | None:
-    """Return the content of a join file; None for an address that is a URL.
-
-    Raises:
-        ConfigError: The file cannot be used.
-    """
+    """Return the content of a join file; None for an address that is a URL. Raises ConfigError."""
     if not address or not invitations.is_join_file(address):
         return None
     return invitations.read(Path(address))

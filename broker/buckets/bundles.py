@@ -33,10 +33,8 @@ class BundleManifest:
     """The content of a manifest.
 
     Attributes:
-        folder: The folder of the files.
-        files: The size and digest of each file, by its path in that folder.
+        files: The size and digest of each file, by its path in the folder.
         about: What the bundle holds, such as the name of its run.
-        format: The version of this layout.
     """
 
     folder: str

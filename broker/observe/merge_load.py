@@ -77,9 +77,8 @@ class MergeLoad:
 def merge_load(tape: Sequence[TapeEntry], interval: int) -> MergeLoad | None:
     """Return the work of the merger that closed the newest rounds; None if that is not known yet.
 
-    Args:
-        tape: The recent rounds, oldest first.
-        interval: H, the inner steps between two contributions to the same fragment.
+    The tape has the recent rounds, oldest first. The interval is H, the inner steps between two contributions to the
+    same fragment.
     """
     recent = [entry for entry in tape[-ROUNDS_MAX:] if entry.epoch == tape[-1].epoch and entry.unix_seconds > 0.0]
     if len(recent) < ROUNDS_MIN:

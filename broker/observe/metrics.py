@@ -40,10 +40,6 @@ class Health:
     again. `/readyz` holds once the worker has joined the run. Neither depends on Redis: a worker survives any outage of
     it. The worker is starting, then its loop runs, then it leaves. Only the loop is watched: it makes a turn now and
     then.
-
-    Args:
-        clock: Monotonic seconds.
-        hang_seconds: The longest turn of a loop that does not hang.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, hang_seconds: float = HANG_SECONDS) -> None:
@@ -55,9 +51,7 @@ class Health:
     def watched(self, stopped: Callable[[], bool], phase: Callable[[], str]) -> Callable[[], bool]:
         """Return `stopped` for a loop that asks it once in each turn. The loop runs from its first question on.
 
-        Args:
-            stopped: Whether a signal has arrived.
-            phase: What the loop does, in a few words.
+        `phase` returns what the loop does, in a few words.
         """
 
         def ask() -> bool:
@@ -108,19 +102,9 @@ def family(name: str, documentation: str, labels: Iterable[str], samples: Sample
 
 
 def serve(port: int, host: str, registry: CollectorRegistry, health: Health) -> int:
-    """Answer GET /metrics, /healthz and /readyz on separate threads until the process ends.
+    """Answer GET /metrics, /healthz and /readyz on separate threads until the process ends, and return the port.
 
-    Args:
-        port: The port to listen on; 0 takes a free one.
-        host: The address to listen on.
-        registry: The metrics.
-        health: Answers the probes.
-
-    Returns:
-        The port.
-
-    Raises:
-        ConfigError: The port or the host cannot be used.
+    The port 0 takes a free one. Raises ConfigError for a port or a host that cannot be used.
     """
     if not 0 <= port <= PORT_MAX:
         raise _unusable(host, port, OSError(0, f"a port is 0 to {PORT_MAX}"))

@@ -79,11 +79,7 @@ class WorkerOptions(CurveOptions):
     def registry(self, health: Health) -> CollectorRegistry | None:
         """Return a registry for this worker's metrics that is served from now on, or None if no port was asked for.
 
-        Args:
-            health: Answers the probes at the same port.
-
-        Raises:
-            ConfigError: The port cannot be used.
+        The health answers the probes at the same port. Raises ConfigError for a port that cannot be used.
         """
         if self.metrics_port is None:
             return None

@@ -49,12 +49,9 @@ class Activity:
 
 @contextmanager
 def progress(what: str, total: int = 0, say: Callable[[str], None] | None = None) -> Iterator[Activity]:
-    """Say from time to time that the work of the block goes on.
+    """Say from time to time that the work of the block goes on. The block may set `done` of the activity.
 
-    Args:
-        what: The activity in words.
-        total: The number of its parts; the block sets `done` of the activity.
-        say: Receives each line; by default, the log or standard error.
+    `say` receives each line; by default, the log or standard error does.
     """
     said = say or _say
     activity, stopped = Activity(what, total), threading.Event()

@@ -50,13 +50,8 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
     """Sign the manifest, the fragments, the tape and the state of a run, unless its manifest is signed.
 
     A merger that serves the run without a key can write no more, so it cannot add what is not signed. The manifest is
-    signed last, so that an interrupted call can be repeated.
-
-    Args:
-        connection: An administrator's connection to a shard of the run.
-        chunks: The payloads of the run.
-        lease: The lease on the run.
-        key: The private key of the run's mergers.
+    signed last, so that an interrupted call can be repeated. The connection is that of an administrator to a shard, and
+    `key` is the private key of the run's mergers.
     """
     redis, keys, stamps = connection.redis, connection.keys, connection.stamps
     context = f"{connection.run}:s{connection.shard}" if connection.shard else connection.run
@@ -217,11 +212,7 @@ class MemberRecords:
         return True
 
     def remove_user(self, user: str) -> bool | None:
-        """Delete a user, which ends its connections, too.
-
-        Returns:
-            Whether there was such a user; None if a server does not permit it.
-        """
+        """Delete a user, and so its connections. Return whether there was one; None if a server does not permit it."""
         gone = self._everywhere("ACL", "DELUSER", user)
         return None if None in gone else any(gone)
 
@@ -266,11 +257,7 @@ class KnownMembers:
 
     Shard 0 has the records. While it is away or hangs, the other shards go on with those that were known last.
 
-    Args:
-        run: The name of the run.
-        stored: Reads the members from Redis.
-        clock: Monotonic seconds.
-        aside: Runs an attempt to read them beside the calls.
+    `stored` reads them from Redis, and `aside` runs an attempt to do so beside the calls.
     """
 
     def __init__(

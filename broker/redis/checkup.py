@@ -46,13 +46,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The bandwidth of one connection in bytes per second, without round trips; 0 if it was not measured.
-
-    Attributes:
-        up: The bandwidth of uploads.
-        down: The bandwidth of downloads.
-        why_not: Why nothing was measured; empty if it was.
-    """
+    """The bandwidth of one connection in bytes per second, without round trips; 0, and why, if it was not measured."""
 
     up: float = 0.0
     down: float = 0.0
@@ -82,10 +76,8 @@ class RedisCheckup:
     """Examines the server of a connection.
 
     Args:
-        connection: The connection.
-        clock: Returns seconds.
         role: The role of its user; None for an administrator, who needs the rights of all roles.
-        name: The member's name.
+        name: The name of its user.
         shards: The shards that the server holds. The user's rights are checked for the keys of all of them.
     """
 
@@ -136,11 +128,8 @@ class RedisCheckup:
         """Measure the bandwidth, for about `seconds` in each direction.
 
         The bursts grow until one takes a large part of the time. The server stores at most one chunk at a time, in a
-        key that expires. Nothing is written to a server whose memory is nearly full, or whose disk refuses writes.
-
-        Args:
-            seconds: The time for each direction.
-            round_trip_seconds: The duration of a ping, which is subtracted from each burst.
+        key that expires. Nothing is written to a server whose memory is nearly full, or whose disk refuses writes. The
+        duration of a ping is subtracted from each burst.
         """
         if why_not := self._no_room():
             return Bandwidth(why_not=why_not)
@@ -287,9 +276,7 @@ class NodeFacts:
 
     Attributes:
         where: Its host and port, or the path of its socket.
-        host: Its host; empty for a socket.
         is_holder: Whether it is the primary that holds the run.
-        is_primary: Whether it is a primary.
         primary: Host and port of the primary that it follows; empty for a primary.
         replicas: How many replicas follow it.
         policy: Its `maxmemory-policy`.

@@ -41,9 +41,7 @@ _STREAM_WRITES: Final = ("XADD", "XDEL", "XTRIM")
 class Grant:
     """The right to use some commands on some keys.
 
-    Attributes:
-        commands: The commands, with `|SUBCOMMAND` where only that is meant.
-        keys: Patterns of keys.
+    A command has `|SUBCOMMAND` where only that is meant, and keys are patterns.
     """
 
     commands: tuple[str, ...]
@@ -56,13 +54,7 @@ def user_of(run: str, name: str) -> str:
 
 
 def grants(role: Role, keys: Keys, name: str) -> list[Grant]:
-    """Return what a role may do, the reading grant first.
-
-    Args:
-        role: The role.
-        keys: The keys of the run.
-        name: The name of the member.
-    """
+    """Return what the member of that name and role may do, the reading grant first."""
     tag, reading = keys.tag, Grant(_READS, (f"{keys.tag}:*", REGISTRY))
     if role == "operator":
         return [reading, Grant(("HSET", "HDEL"), (keys.control,))]
@@ -90,15 +82,7 @@ def grants(role: Role, keys: Keys, name: str) -> list[Grant]:
 
 
 def rules(role: Role, run: str, name: str, version: tuple[int, ...], shards: int = 1) -> list[str]:
-    """Return the arguments of ACL SETUSER, without those about the password.
-
-    Args:
-        role: The role.
-        run: The name of the run.
-        name: The name of the member.
-        version: The version of the server, as Redis counts it.
-        shards: The number of the run's shards. A member has the same rights in all of them.
-    """
+    """Return the arguments of ACL SETUSER, without those about the password, for a server of that version."""
     every = Keys.patterns(run, shards)
     reading, *writing = map(_joined, zip(*(grants(role, keys, name) for keys in every), strict=True))
     keyless = [*_KEYLESS, *(["CLIENT|SETINFO"] if version >= SETINFO else [])]

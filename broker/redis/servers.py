@@ -92,13 +92,7 @@ class Servers:
 
 
 class ClusterNodes:
-    """The nodes of a cluster, as redis-py's pool for Sentinels asks them.
-
-    Args:
-        hosts: The nodes of the address.
-        options: The options of connections to them.
-        connection_class: The class of these connections.
-    """
+    """The nodes of a cluster, as redis-py's pool for Sentinels asks them. `hosts` are those of the address."""
 
     def __init__(self, hosts: Sequence[Place], options: dict[str, Any], connection_class: type[Connection]) -> None:
         self._seeds = tuple(hosts)

@@ -129,23 +129,6 @@ def test_denied_commands_are_found_by_trying_them_without_effect(own: RedisServe
     raw.execute_command("ACL", "DELUSER", "guest")
 
 
-def test_every_command_of_the_transport_is_tried() -> None:
-    """Read the commands from the sources. The doctor must try each of them, and some role must have it."""
-    names = {"delete": "del", "memory_usage": "memory"}
-    not_commands = {"execute", "execute_command", "pipeline", "close", "multi", "watch", "connection_pool", "reset"}
-    not_commands.add("scan_iter")  # Only administrators list keys.
-    used: set[str] = set()
-    for path in (ROOT / "broker" / "redis").glob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        if path.name != "checkup.py":
-            used |= set(re.findall(r"\b(?:pipe|pipeline|_redis|connection\.redis|self\.redis)\.([a-z_]+)\(", source))
-            used |= set(re.findall(r"\(\"(x[a-z_]+)\", ", source))
-    used |= {"get", "getrange"}
-    assert {"xadd", "hset", "persist"} <= used
-    needed = {str(command[0]).lower() for command in roles.needed_commands(None, Keys("sample"), "checkup")}
-    assert {names.get(name, name) for name in used - not_commands} <= needed
-
-
 def test_the_doctor_checks_what_a_role_needs(own: RedisServer, raw: Any, checkup: RedisCheckup) -> None:
     for role in ROLES:
         rules = roles.rules(role, "sample", "oslo", (7, 2))
