@@ -21,10 +21,9 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.chaos import schedule as schedules
 from archipelago.ops.chaos.baseline import run_baseline
-from archipelago.ops.chaos.figures import Figures, figures
+from archipelago.ops.chaos.figures import REPORT, Figures, figures, headlines, write
 from archipelago.ops.chaos.injection import library
 from archipelago.ops.chaos.processes import StormPlan, parse_script
-from archipelago.ops.chaos.report import REPORT, headlines, write
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import trainable

@@ -79,12 +79,7 @@ def _greet(run: str, address: str, token: str, options: DashOptions) -> None:
 def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
     """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError.
 
-    Args:
-        watch: The watcher that reads the run.
-        token: The token that changes need.
-        host: The address or name to listen on.
-        port: The port to listen on; 0 takes a free one.
-        names: Host names that requests may carry, beside this machine's own names and addresses.
+    Changes need the token. Requests may carry `names`, beside this machine's own names and addresses.
     """
     import uvicorn
 

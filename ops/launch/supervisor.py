@@ -156,7 +156,7 @@ class Child:
             return f"{self.name} leaves its name to another process and is not restarted; its log: {self.log}"
         if is_old := now - self._began >= LONG_SECONDS:
             self.restarts = self.failures = 0
-        if _is_failure(status):
+        if (status > 0 and status != OUTAGE) or -status in _CRASHES:  # by itself, and not for an outage of Redis
             self.failures += 1
             if (status == USER_ERROR and not is_old) or self.failures >= FAILURES_MAX:
                 self.failed, self.is_fatal = self.last_words() or _cause(status), True
@@ -234,11 +234,6 @@ def stop_all(children: Sequence[Child], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for child in children:
         child.wait(deadline - time.monotonic())
-
-
-def _is_failure(status: int) -> bool:
-    """Return whether a process with that status ended by itself, and for another reason than an outage of Redis."""
-    return (status > 0 and status != OUTAGE) or -status in _CRASHES
 
 
 def _cause(status: int) -> str:

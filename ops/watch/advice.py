@@ -16,7 +16,7 @@ from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, merge_load
 from archipelago.broker.shards.reader import numbered
 from archipelago.ops.watch.events import refusal_remedy
-from archipelago.ops.watch.run_view import IslandView, RunView, in_shards
+from archipelago.ops.watch.run_view import IslandView, RunView
 
 Mood = Literal["bad", "warn", "info"]
 #: An island that has been silent for longer than this is gone. Its row still says so.
@@ -102,9 +102,10 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
             "stopped. Until then islands train on, and their work waits for one.", status.still_seconds,
         )  # fmt: skip
     elif stalls and not view.control.is_paused:
+        where = f" in {numbered('shard', shards)}" if (shards := view.stalled_shards) else ""
         yield Problem(
             "run.stalled", "bad", "merger",
-            f"Nothing was merged{in_shards(view.stalled_shards)} for {status.still_seconds:,.0f} s.",
+            f"Nothing was merged{where} for {status.still_seconds:,.0f} s.",
             "Look at the merger's log. If it hangs, stop it: a standby or a new one takes over without a loss."
             if view.live else "Start an island.", status.still_seconds,
         )  # fmt: skip

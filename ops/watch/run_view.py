@@ -232,11 +232,6 @@ class RunView:
         }
 
 
-def in_shards(shards: Sequence[int]) -> str:
-    """Return the words ` in shard 1` for some shards; empty for none."""
-    return f" in {numbered('shard', shards)}" if shards else ""
-
-
 def merger_in_words(view: RunView) -> str:
     """Return who serves the run, when the last round closed, and who stands by."""
     status = view.merger

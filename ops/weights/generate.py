@@ -20,8 +20,7 @@ from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.ops.settings import say
-from archipelago.ops.weights.export import OWN_KIND
-from archipelago.ops.weights.parameters import find, tokenizer_of
+from archipelago.ops.weights.export import OWN_KIND, find, tokenizer_of
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config, tokenizer_beside
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.weights.parameters import find
+from archipelago.ops.weights.export import find
 from tests import pytorch
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes

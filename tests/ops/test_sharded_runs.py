@@ -27,7 +27,7 @@ from archipelago.ops.watch import report, run_list
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.status import StatusOptions, print_lines
 from archipelago.ops.watch.watcher import Watcher
-from archipelago.ops.weights.parameters import find
+from archipelago.ops.weights.export import find
 from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.sharded import closed, create_sharded, newest_round, train_sharded

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from archipelago.broker.messages import Counters, Pending, RoundMember, TapeEntry
 from archipelago.broker.process import finite
 from archipelago.broker.shards.layout import Layout
-from archipelago.ops.chaos.figures import figures, merged_steps, rejoins, shares, stalls
+from archipelago.ops.chaos.figures import figures, headlines, merged_steps, rejoins, shares, stalls, write
 from archipelago.ops.chaos.record import LoggedTurn, ProcessEvent, Span, StormRecord, checks, timelines
-from archipelago.ops.chaos.report import headlines, write
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.chaos.storm import own_step_seconds
 

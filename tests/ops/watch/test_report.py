@@ -36,7 +36,7 @@ from archipelago.ops.watch.report import SCRIPTS, ReportOptions, everything, htm
 from archipelago.ops.watch.run_summary import syncs_in_words
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.watcher import Watcher
-from archipelago.ops.weights.parameters import find
+from archipelago.ops.weights.export import find
 from tests import samples
 from tests.failing import failing
 from tests.servers import empty_database

@@ -14,7 +14,7 @@ from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.models.registry import Params, build
 from archipelago.islands.tasks.ours import first_snapshots, fitted, our_work
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.ops.weights.parameters import RunParameters
+from archipelago.ops.weights.export import RunParameters
 from tests import samples
 
 #: A text, and how many tokens its tokenizer has.

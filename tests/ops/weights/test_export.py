@@ -32,9 +32,8 @@ from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.models.llama import to_llama
 from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.weights.export import write
+from archipelago.ops.weights.export import RunParameters, find, write
 from archipelago.ops.weights.generate import open_text_model, show
-from archipelago.ops.weights.parameters import RunParameters, find
 from tests.failing import failing
 from tests.ops.conftest import Call
 from tests.ops.weights.small_runs import SMALL, checkpointed, found_of, of_tokens, same
