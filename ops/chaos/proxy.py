@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-LOOPBACK = "127.0.0.1"
+from archipelago.broker.machine import LOOPBACK
+
 #: Bytes that pass at a time. Pieces are small, so that connections take turns and a new rate applies at once.
 PIECE_BYTES = 8 << 10
 #: Pieces of one connection and direction that only the delay holds back.

@@ -82,17 +82,10 @@ def cycle(
     checkpoints: bool = True,
     slowness: float = 1.0,
 ) -> Cycle:
-    """Predict a cycle.
+    """Predict a cycle of a run whose shards have equal parts of the fragments.
 
-    Args:
-        config: The run's config: codecs and outer rule.
-        parameters: The elements of all fragments.
-        fragments: The fragments of the run.
-        islands: The islands that contribute to each round.
-        shards: The shards, which have equal parts of the fragments.
-        largest: The elements of the largest fragment; by default, all are equal.
-        checkpoints: Whether mergers write checkpoints.
-        slowness: The time that a merger's core takes, over that of the machine of docs/results/performance.md.
+    `largest` are the elements of the largest fragment; by default, all are equal. `slowness` is the time that a core of
+    the merger takes, over that of the machine of docs/results/performance.md.
     """
     wire, elements, rounds = config.wire, math.ceil(parameters / shards), math.ceil(fragments / shards)
     sizes = elements, largest or math.ceil(parameters / fragments)
@@ -145,15 +138,8 @@ def fitting_cycle(
 ) -> Cycle | None:
     """Predict a cycle with the fewest shards that fit into machines and whose mergers keep up; None if none do.
 
-    Args:
-        config: The run's config.
-        parameters: The elements of all fragments.
-        fragments: The fragments of each shard.
-        islands: The islands that contribute to each round.
-        merger_bytes: The memory of a machine with a merger.
-        redis_bytes: The memory of a machine with a Redis primary.
-        interval_seconds: H times the time of an inner step.
-        slowness: As for `cycle`.
+    The memory is that of a machine with a merger, and of one with a Redis primary. Each shard has so many `fragments`,
+    and the interval is H times the time of an inner step.
     """
     for shards in range(1, FRAGMENTS_MAX // fragments + 1):
         found = cycle(config, parameters, fragments * shards, islands, shards, slowness=slowness)

@@ -181,12 +181,7 @@ class History:
         self._round = self._step = 0
 
     def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
-        """Add the first entries.
-
-        Args:
-            merged_tokens: Tokens merged until the last entry, summed over the fragments.
-            tape: The entries, oldest first.
-        """
+        """Add the first entries, oldest first. The tokens are those merged until the last one, over all fragments."""
         seen = sum(member.tokens for entry in tape for member in entry.members)
         self._tokens = max(0.0, (merged_tokens - seen) / self._layout.count)
         self.extend(tape)

@@ -94,15 +94,7 @@ def _uses(found: RunParameters, out: Path, kind: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RunParameters:
-    """A run's newest published parameters.
-
-    Attributes:
-        manifest: The run's manifest.
-        params: The parameters.
-        round: The newest round that is merged into them.
-        step: The run's step.
-        origin: Where they were found, in words.
-    """
+    """A run's newest published parameters, the last round and step in them, and where they were found, in words."""
 
     manifest: Manifest
     params: Params
@@ -158,15 +150,7 @@ def require_new(out: Path) -> None:
 
 
 def write(found: RunParameters, out: Path, dtype: str) -> str:
-    """Write the folder, completely or not at all.
-
-    Args:
-        found: The parameters.
-        out: The folder. It must be empty or not exist.
-        dtype: `float32` or `bfloat16`.
-
-    Returns:
-        The model type: `llama` or our own.
+    """Write the folder, completely or not at all. Return the model type: `llama` or our own.
 
     Raises:
         ConfigError: The disk does not take it (`file.disk-full`).

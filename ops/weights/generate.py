@@ -56,15 +56,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model of text with its parameters and its tokenizer.
-
-    Attributes:
-        model: The model.
-        params: Its parameters.
-        tokenizer: Its tokenizer.
-        context: The tokens that it was trained to see at once.
-        origin: Where the parameters come from, in words.
-    """
+    """A model of text, the number of tokens that it was trained to see at once, and where it comes from, in words."""
 
     model: Model
     params: Params

@@ -64,13 +64,9 @@ def problem(code: str, what: str, remedy: str) -> Finding:
 
 
 def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None) -> list[Finding]:
-    """Return all findings about a server, in the order of the report.
+    """Return all findings about a server, in the order of the report. Without a role, the user is an administrator.
 
-    Args:
-        facts: What the server tells. What it does not tell to a member is not that member's business.
-        host: Its host.
-        has_tls: Whether the connection is encrypted.
-        role: The role of the user; None for an administrator.
+    What the server does not tell to a member is not that member's business.
     """
     info = facts.info
     return [
@@ -257,10 +253,7 @@ _NAMES = {"server": "one server", "cluster": "a Redis Cluster", "sentinel": "a p
 def topology(kind: Kind, nodes: Sequence[NodeFacts], min_replicas: str) -> Iterator[Finding]:
     """Yield the findings about all servers of an address: copies, and what a failover would lose.
 
-    Args:
-        kind: The kind of the address.
-        nodes: All servers.
-        min_replicas: The setting of the primary that holds the run; empty if it does not tell.
+    `min_replicas` is the setting of the primary that holds the run; it is empty if that does not tell.
     """
     holder = next((node for node in nodes if node.is_holder), None)
     copies = f", {_count(holder.replicas)} of it" if holder else ""
