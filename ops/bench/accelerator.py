@@ -1,10 +1,9 @@
 """`archipelago bench accelerator`: what an island costs, on an accelerator or on a CPU, as one table by one command.
 
 For each model: an inner step with syncing over one without, its processor time and memory, tokens a second beside the
-same model in plain JAX, and a profile of syncs, in which one can see whether copies hide behind steps. Then the time to
-quantise the elements of 124 M parameters to int4, against a copy of the same memory. On request also what syncing costs
-a user's own loop, and what starting an island costs. Each start is a process: the first one finds empty caches; the
-others find its caches, like an island that was killed and restarts, and take turns with the same model in plain JAX.
+same model in plain JAX, and a profile of syncs, with the share of the copies that hide behind steps; and the same step
+in PyTorch. Then the time to quantise the elements of 124 M parameters to int4, against a copy of the same memory, and
+the bytes of every codec that differ from numpy's. On request also what syncing costs a user's own loop in JAX.
 
 A real island with its link, a merger and a Redis, each a process. In the island's process, steps with syncing and steps
 without take turns, each over whole intervals, so that other work on the machine slows both. A second process only
@@ -14,49 +13,43 @@ and the island on the other, because in a real run they are different machines. 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from pydantic import TypeAdapter
 
 from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig, checked
-from archipelago.broker.errors import BrokerError
-from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled
+from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh import parsed
+from archipelago.islands.models.llama import DENSE
 from archipelago.ops.bench.accelerator_codecs import CODEC, compare_bits, quantise_and_copy
+from archipelago.ops.bench.accelerator_loops import LoopFound, TorchTurns, sync_in_torch, sync_user_loop
 from archipelago.ops.bench.accelerator_processes import (
-    JOINED_RUN,
     RUN,
     IslandTurns,
-    LoopFound,
     TimedTurn,
     create_run,
     say_backend,
     sync_and_not,
-    sync_user_loop,
     train_only,
 )
+from archipelago.ops.bench.accelerator_profile import hidden_copies
 from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
 from archipelago.ops.bench.output import OutputOptions, compared, finish
-from archipelago.ops.launch import parent_death
 from archipelago.ops.settings import say
 
-Part = Literal["steps", "quantiser", "bits", "loop", "start"]
+Part = Literal["steps", "pytorch", "quantiser", "bits", "loop"]
 
 SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
 #: What is measured unless flags say otherwise: int4 both ways, and a batch for a CPU (`settled`).
 MEASURED = RunConfig(data=DataConfig(batch_size=1, sequence_length=64), wire=WireConfig(up="int4", down="int4"))
-PARTS: tuple[Part, ...] = ("steps", "quantiser", "bits")
+PARTS: tuple[Part, ...] = ("steps", "pytorch", "quantiser", "bits")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
 #: A step with syncing on an accelerator takes at most this many times as long as one without.
 GOAL_STEP = 1.01
@@ -66,6 +59,8 @@ STRETCHED = (
     "the merger was slower than the island, so rounds were stretched: steps with syncing had too few syncs to compare. "
     "Use a faster rule (--merge.rest rda --merge.embedding rda), a longer --sync.interval, or more cores"
 )
+#: Quantising on an accelerator takes at most as long as this many copies of the vector.
+GOAL_COPIES = 2.0
 #: The largest fragments that an island may use in addition to the training and one held copy of the model.
 GOAL_MEMORY = 4.0
 #: A call of `sync` without an event takes less.
@@ -73,7 +68,6 @@ GOAL_CALL_SECONDS = 50e-6
 TURNS, TURNS_QUICK = 5, 2
 #: The shortest turn. It takes as many whole intervals as fill this time.
 TURN_SECONDS, TURN_SECONDS_QUICK = 2.0, 0.2
-STARTS, STARTS_QUICK = 5, 2
 
 
 @dataclass(frozen=True)
@@ -85,9 +79,9 @@ class AcceleratorOptions(OutputOptions):
     sizes: tuple[str, ...] = ()
     """The models. The default is --model.size if it is given, else 124m and 1b."""
     parts: tuple[Part, ...] = PARTS
-    """What to measure: steps with syncing (`steps`), quantising against a copy (`quantiser`), the bytes of each codec
-    that differ between this device and numpy (`bits`), `run.sync` in a user's own loop (`loop`), or the processor time
-    of an island's start, against the same model in plain JAX (`start`)."""
+    """What to measure: steps with syncing (`steps`), also of a Llama in PyTorch (`pytorch`, which needs the extra
+    llama), quantising against a copy (`quantiser`), the bytes of each codec that differ between this device and numpy
+    (`bits`), or `run.sync` in a user's own loop (`loop`)."""
     mesh: str | None = None
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
     config: Path | None = None
@@ -126,27 +120,30 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             profile = options.output / f"profile-{size}"
             found, alone = measured_turns(own, options, profile)
             models[size] |= {"turns": asdict(found), "alone": asdict(alone), "profile": str(profile)}
-            rows += step_rows(own, backend, found, alone)
+            rows += step_rows(own, backend, found, alone) + profile_rows(profile)
+        if "pytorch" in parts and (turns := torch_turns(own, options)):
+            models[size]["pytorch"] = turns._asdict()
+            rows += torch_rows(own, backend, turns)
         if "loop" in parts:
             say(f"{_what(own)}: calls of `sync` in a loop of its own")
             with own_redis() as server, child(sync_user_loop, server.url, own) as looping:
                 times: LoopFound = looping.receive()
             models[size]["loop_seconds"] = times._asdict()
             rows += loop_rows(size, times)
-        if "start" in parts:
-            models[size]["start"] = start_times(own, STARTS_QUICK if options.quick else STARTS)
-            rows += start_rows(size, models[size]["start"])
     elements = ELEMENTS_QUICK if options.quick else ELEMENTS
     if "quantiser" in parts:
         say(f"quantising {elements:,} elements to {CODEC}, against a copy")
         with child(quantise_and_copy, elements) as measuring:
-            quantise, copy = measuring.receive()
-        rows.append(_row(f"{elements / 1e6:g} M elements to {CODEC}, ms", 1e3 * quantise, "a copy", 1e3 * copy))
+            for framework, quantise, copy in measuring.receive():
+                what = f"{framework}, {elements / 1e6:g} M elements to {CODEC}, ms"
+                rows.append(
+                    _row(what, 1e3 * quantise, "a copy", 1e3 * copy, goal=GOAL_COPIES if backend != "cpu" else "")
+                )
     if "bits" in parts:
         say("every codec on this device and by numpy")
         with child(compare_bits, elements // 8) as comparing:
             for framework, name, differing, total in comparing.receive():
-                what = f"{framework}, {name}: bytes that differ from numpy's"
+                what = f"{framework}, {name}: bytes sent and read that differ from numpy's"
                 rows.append(_row(what, differing, "all", total, goal=0.0))
     return {"models": models, "elements": elements, "rows": rows}
 
@@ -168,10 +165,7 @@ def _what(config: RunConfig) -> str:
 def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path) -> tuple[IslandTurns, TimedTurn]:
     """Let steps with syncing and without take turns. Return what was found, and the turn of a process that only trains.
 
-    Args:
-        config: The settings of the run.
-        options: The mesh, and whether to take fewer and shorter turns.
-        profile: The folder for JAX's profile of one more turn with syncing.
+    JAX's profile of one more turn with syncing goes to the folder `profile`.
     """
     mine, others = halves_of_the_cores()
     pairs, seconds = (TURNS_QUICK, TURN_SECONDS_QUICK) if options.quick else (TURNS, TURN_SECONDS)
@@ -192,26 +186,33 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
     return found, alone
 
 
+def torch_turns(config: RunConfig, options: AcceleratorOptions) -> TorchTurns | None:
+    """Let turns of a user's loop in PyTorch with syncing and without follow each other; None if it cannot run."""
+    if find_spec("transformers") is None or config.model.size not in DENSE:
+        say(f"PyTorch is left out: it needs the extra llama, and one of the models {', '.join(DENSE)}")
+        return None
+    mine, others = halves_of_the_cores()
+    pairs, seconds = (TURNS_QUICK, TURN_SECONDS_QUICK) if options.quick else (TURNS, TURN_SECONDS)
+    say(f"{_what(config)}: the same in PyTorch")
+    with own_redis() as server, child(sync_in_torch, server.url, mine, config, pairs, seconds) as looping:
+        os.sched_setaffinity(server.pid, others)
+        looping.receive()
+        with child(serve_merger, server.url, RUN, others) as merger:
+            merger.receive()
+            looping.pipe.send("served")
+            found: TorchTurns = looping.receive()
+    return found
+
+
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
 def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedTurn) -> list[dict[str, Any]]:
-    """Return the lines of a model's steps, tokens and memory: medians over pairs of neighbouring turns.
-
-    Args:
-        config: The settings of the run.
-        backend: The kind of the device.
-        found: What the island's process measured.
-        alone: The turn of the process that only trains.
-    """
-    step = compared([turn.seconds for turn in found.on], [turn.seconds for turn in found.off])
+    """Return the lines of a model's steps, tokens and memory: medians over pairs of neighbouring turns."""
+    step = [turn.seconds for turn in found.on], [turn.seconds for turn in found.off]
     cpu = compared([turn.cpu_seconds for turn in found.on], [turn.cpu_seconds for turn in found.off])
     syncs = statistics.median(on.synced for on in found.on) / (2 * found.parameters)
-    expected, each = found.steps / config.sync.interval, 1e3 / found.steps
-    goal: float | str = GOAL_STEP if backend != "cpu" else ""
-    if syncs < SYNCS_LEAST * expected:
-        say(STRETCHED)
-        goal = ""
+    each = 1e3 / found.steps
     tokens, turn = config.tokens_per_step * found.steps, statistics.median(on.seconds for on in found.on)
     a_parameter = statistics.median(
         (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in zip(found.on, found.off, strict=True)
@@ -223,8 +224,7 @@ def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedT
 
     beside, between = (max(turn.peak_bytes for turn in turns) - alone.peak_bytes for turns in (found.on, found.off))
     return [
-        _row(f"{_what(config)}: a step, ms", each * step.first, "no sync", each * step.second, step.ratio, goal),
-        _row("  syncs of the model in a turn", syncs, "one each H steps", expected),
+        *_turn_rows(_what(config), config, backend, found.steps, *step, syncs),
         _row("  its processor time, ms", each * cpu.first, "no sync", each * cpu.second, cpu.ratio),
         _row("  tokens a second with syncing", tokens / turn, "plain JAX", tokens / alone.seconds),
         _row("  processor time a synced parameter, ns", 1e9 * a_parameter, "", "", ""),
@@ -232,6 +232,40 @@ def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedT
         memory("    also between syncs", between),
         memory("    snapshots held for differences", found.held_bytes),
     ]
+
+
+def torch_rows(config: RunConfig, backend: str, found: TorchTurns) -> list[dict[str, Any]]:
+    """Return the lines of the same steps in a user's loop in PyTorch."""
+    what = f"{_what(config)}, PyTorch"
+    return _turn_rows(what, config, backend, found.steps, found.on, found.off, statistics.median(found.syncs))
+
+
+def _turn_rows(
+    what: str,
+    config: RunConfig,
+    backend: str,
+    steps: int,
+    on: Sequence[float],
+    off: Sequence[float],
+    syncs: float,
+) -> list[dict[str, Any]]:
+    """Return the lines of a step with syncing, and of the syncs of a turn. With too few of these there is no goal."""
+    step, expected, each = compared(on, off), steps / config.sync.interval, 1e3 / steps
+    goal: float | str = GOAL_STEP if backend != "cpu" else ""
+    if syncs < SYNCS_LEAST * expected:
+        say(STRETCHED)
+        goal = ""
+    return [
+        _row(f"{what}: a step, ms", each * step.first, "no sync", each * step.second, step.ratio, goal),
+        _row("  syncs of the model in a turn", syncs, "one each H steps", expected),
+    ]
+
+
+def profile_rows(profile: Path) -> list[dict[str, Any]]:
+    """Return the line of the copies in a profile; none for a CPU, which copies nothing."""
+    if (found := hidden_copies(profile)) is None:
+        return []
+    return [_row("  copies behind computation, ms", 1e3 * found.hidden, "all copies", 1e3 * found.all)]
 
 
 def loop_rows(size: str, times: LoopFound) -> list[dict[str, Any]]:
@@ -244,20 +278,6 @@ def loop_rows(size: str, times: LoopFound) -> list[dict[str, Any]]:
     return rows
 
 
-def start_rows(size: str, s: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the lines of an island's start, in comparison with that of plain JAX."""
-    names = {
-        "total": f"{size}: processor time to the end of the first step, s",
-        "imports": "  interpreter and imports",
-        "joining": "  joining",
-        "programs": "  programs, each tried once",
-        "state": "  optimiser state",
-        "first_step": "  the first step",
-    }
-    rows = [_row(text, s[name], "plain JAX", s["plain"]) for name, text in names.items()]
-    return [*rows, _row("  all with empty caches", s["cold"], "plain JAX", s["plain_cold"])]
-
-
 def _row(
     what: str, ours: float, against: str, theirs: float | str, ratio: float | str | None = None, goal: float | str = ""
 ) -> dict[str, Any]:
@@ -266,99 +286,3 @@ def _row(
         assert not isinstance(theirs, str)  # noqa: S101
         ratio = ours / theirs
     return {"what": what, "ours": ours, "against": against, "theirs": theirs, "ratio": ratio, "goal": goal}
-
-
-# -- starts ------------------------------------------------------------------------------------------------------------
-
-WAIT_SECONDS = 600.0
-#: An island that tells when its first step has ended, and then leaves as if somebody had stopped it.
-ISLAND = """
-import os, runpy, signal, time
-import jax
-from archipelago.islands.worker import Island
-
-make_steps = Island.make_steps
-
-def first(island):
-    Island.make_steps = make_steps
-    made = make_steps(island)
-    jax.block_until_ready(island.inner)
-    print(time.process_time(), flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    return made
-
-Island.make_steps = first
-runpy.run_module("archipelago.islands", run_name="__main__")
-"""
-PLAIN = """
-import sys, time
-import jax, numpy
-from pydantic import TypeAdapter
-from archipelago.broker.config import RunConfig
-from archipelago.islands.inner import begin, compile_steps
-from archipelago.islands.models.registry import build
-
-config = TypeAdapter(RunConfig).validate_json(sys.argv[1])
-model = build(config.model)
-state = begin(config.inner, model.init(config.seed))
-batch = numpy.zeros((1, config.data.batch_size, config.data.sequence_length + 1), numpy.uint8)
-jax.block_until_ready(compile_steps(model, config.inner)(state, batch, numpy.int32(0)))
-print(time.process_time())
-"""
-
-
-def start_times(config: RunConfig, starts: int) -> dict[str, float]:
-    """Measure a start with empty caches, and `starts` with warm ones.
-
-    Returns:
-        Medians in seconds of processor time: of an island in all (`total`) and by part, of plain JAX (`plain`), and of
-        both with empty caches (`cold`, `plain_cold`).
-    """
-    with tempfile.TemporaryDirectory() as folder, own_redis() as server:
-        with child(create_run, server.url, config, JOINED_RUN) as creating:
-            creating.receive()
-        environment = {
-            **os.environ,
-            URL_VARIABLE: server.url,
-            RUN_VARIABLE: JOINED_RUN,
-            "JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        cold, plain_cold = _island(folder, environment), _plain(config, environment)
-        say(f"a start with empty caches: {cold['total']:.2f} s of processor time; plain JAX: {plain_cold:.2f} s")
-        islands, plain = [], []
-        for number in range(starts):
-            islands.append(_island(folder, environment))
-            plain.append(_plain(config, environment))
-            say(f"again, {number + 1} of {starts}: {islands[-1]['total']:.2f} s; plain JAX: {plain[-1]:.2f} s")
-    medians = {part: statistics.median(island[part] for island in islands) for part in cold}
-    return {**medians, "plain": statistics.median(plain), "cold": cold["total"], "plain_cold": plain_cold}
-
-
-def _island(folder: str, environment: Mapping[str, str]) -> dict[str, float]:
-    """Return the parts of an island's start, and their sum."""
-    flags = ["--name", "island", "--folder", f"{folder}/island", "--scan-steps", "1", "--evaluate-every", "0"]
-    total, summary = _output([ISLAND, *flags, "--no-tensorboard", "--json"], environment).split("\n", 1)
-    parts: dict[str, float] = json.loads(summary)["start_seconds"]
-    return {"total": float(total), **parts, "first_step": max(0.0, float(total) - sum(parts.values()))}
-
-
-def _plain(config: RunConfig, environment: Mapping[str, str]) -> float:
-    return float(_output([PLAIN, TypeAdapter(RunConfig).dump_json(config).decode()], environment))
-
-
-def _output(script: list[str], environment: Mapping[str, str]) -> str:
-    """Run a script with its arguments, and return its output. Raise BrokerError if it fails."""
-    command: list[Any] = parent_death.command([sys.executable, "-P", "-c", *script])
-    try:
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise BrokerError(
-            f"a process of the measurement made no step for {WAIT_SECONDS:g} s", f"It wrote: {error.stderr!r:.300}",
-            code="bench.timeout",
-        ) from None  # fmt: skip
-    if found.returncode:
-        last = " / ".join(found.stderr.splitlines()[-3:]) or "nothing"
-        raise BrokerError("a process of the measurement failed", f"It wrote: {last}", code="bench.process-failed")
-    return found.stdout

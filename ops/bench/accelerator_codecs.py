@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from archipelago.broker.codecs import CODECS, Codec, Vector, body_of, codec
+from archipelago.broker.codecs import CODECS, Vector, body_of, codec
 from archipelago.ops.bench.output import seconds_of, taking_turns
 
 CODEC = "int4"
@@ -19,55 +18,93 @@ CODEC = "int4"
 TIMES = 20
 
 
-def quantise_and_copy(pipe: Connection, elements: int) -> None:
-    """Send the median seconds to quantise a vector where it lies, and to copy it."""
+class OnDevice(NamedTuple):
+    """What a framework does on its default device.
+
+    Attributes:
+        name: The framework.
+        put: Brings a vector of the host to the device.
+        quantise: From the name of a codec and a vector to the codec's parts.
+        restore: From the name of a codec, its parts and the number of elements to a vector.
+        copy: Copies a vector.
+        wait: Waits for a result of these.
+        fetch: Brings an array to the host.
+    """
+
+    name: str
+    put: Callable[[Vector], Any]
+    quantise: Callable[[str, Any], Any]
+    restore: Callable[[str, Any, int], Any]
+    copy: Callable[[Any], Any]
+    wait: Callable[[Any], object]
+    fetch: Callable[[Any], Vector]
+
+
+def frameworks() -> Iterator[OnDevice]:
+    """Yield JAX, and PyTorch if it is installed."""
     import jax
     import jax.numpy as jnp
 
-    values_N = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
-    quantise = jax.jit(lambda values_N: codec(CODEC).quantise(values_N, jnp))
-    copy = jax.jit(jnp.copy)
+    quantise = jax.jit(lambda name, x_N: codec(name).quantise(x_N, jnp), static_argnums=0)
+    restore = jax.jit(lambda name, parts, n: codec(name).restore(parts, n, jnp), static_argnums=(0, 2))
+    yield OnDevice("JAX", jax.device_put, quantise, restore, jax.jit(jnp.copy), jax.block_until_ready, np.asarray)
+    if find_spec("torch") is None:
+        return
+    import torch
 
-    def seconds(program: Callable[[jax.Array], Any]) -> float:
-        return seconds_of(lambda: jax.block_until_ready(program(values_N)))  # type: ignore[no-untyped-call]
+    from archipelago.islands.pytorch.codecs import CODECS as OURS
 
-    both = taking_turns([lambda: seconds(quantise), lambda: seconds(copy)], TIMES)
-    pipe.send([statistics.median(each) for each in both])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    yield OnDevice(
+        "PyTorch",
+        put=lambda values_N: torch.from_numpy(values_N.copy()).to(device),
+        quantise=lambda name, x_N: OURS[name].quantise(x_N),
+        restore=lambda name, parts, n: OURS[name].restore(parts, n),
+        copy=torch.clone,
+        wait=lambda found: torch.cuda.synchronize() if device.type == "cuda" else None,
+        fetch=lambda found: found.cpu().numpy(),
+    )
+
+
+def quantise_and_copy(pipe: Connection, elements: int) -> None:
+    """Send (framework, seconds to quantise a vector where it lies, seconds to copy it): medians, for each framework."""
+    values_N = np.random.default_rng(0).standard_normal(elements, np.float32)
+    pipe.send([(each.name, *_medians(each, each.put(values_N))) for each in frameworks()])
+
+
+def _medians(device: OnDevice, vector_N: Any) -> list[float]:
+    def quantise() -> float:
+        return seconds_of(lambda: device.wait(device.quantise(CODEC, vector_N)))
+
+    def copy() -> float:
+        return seconds_of(lambda: device.wait(device.copy(vector_N)))
+
+    return [statistics.median(each) for each in taking_turns([quantise, copy], TIMES)]
 
 
 def compare_bits(pipe: Connection, elements: int) -> None:
     """Send (framework, codec, bytes that differ, bytes) of each codec on the device, compared with numpy."""
-    import jax
-    import jax.numpy as jnp
-
-    found = []
-    for name, chosen in CODECS.items():
-        program = jax.jit(lambda values_N, chosen=chosen: chosen.quantise(values_N, jnp))
-        found.append(("JAX", name, *_differing(chosen, elements, program)))
-    if importlib.util.find_spec("torch") is not None:
-        from archipelago.islands.pytorch.codecs import CODECS as TORCH_CODECS
-
-        for name, theirs in TORCH_CODECS.items():
-            found.append(("PyTorch", name, *_differing(CODECS[name], elements, partial(_by_torch, theirs))))
-    pipe.send(found)
+    values = list(_hard_values(elements))
+    pipe.send([(each.name, name, *_differing(each, name, values)) for each in frameworks() for name in CODECS])
 
 
-def _by_torch(theirs: Any, values_N: Vector) -> list[np.ndarray]:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [part.cpu().numpy() for part in theirs.quantise(torch.from_numpy(values_N.copy()).to(device))]
-
-
-def _differing(chosen: Codec, elements: int, quantise: Callable[[Vector], Any]) -> tuple[int, int]:
-    """Return how many bytes differ between what a device sends and what numpy does, and of how many."""
+def _differing(device: OnDevice, name: str, values: Sequence[Vector]) -> tuple[int, int]:
+    """Return how many bytes differ between what a device sends and reads and what numpy does, and of how many."""
     differing, total = 0, 0
-    for values_N in _hard_values(elements):
-        wanted = np.frombuffer(chosen.encode(values_N), np.uint8)
-        found = np.frombuffer(body_of(tuple(quantise(values_N))), np.uint8)
-        differing += int((wanted != found).sum())
-        total += wanted.size
+    for values_N in values:
+        body = codec(name).encode(values_N)
+        parts = device.quantise(name, device.put(values_N))
+        read_N = device.fetch(device.restore(name, parts, values_N.size))
+        wanted = body + _bytes(codec(name).decode(body, values_N.size))
+        found = body_of(tuple(map(device.fetch, parts))) + _bytes(read_N)
+        differing += int((np.frombuffer(wanted, np.uint8) != np.frombuffer(found, np.uint8)).sum())
+        total += len(wanted)
     return differing, total
+
+
+def _bytes(read_N: Vector) -> bytes:
+    """Return the bytes of values that are read. All kinds of NaN are alike: whoever reads one refuses the vector."""
+    return np.where(np.isnan(read_N), np.float32(np.nan), read_N).tobytes()
 
 
 def _hard_values(elements: int) -> Iterator[Vector]:

@@ -5,18 +5,15 @@ Only these processes load JAX, so that each of them has the accelerator to itsel
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from archipelago.broker.config import RunConfig, SyncConfig
+from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
@@ -32,10 +29,8 @@ if TYPE_CHECKING:
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.worker import Island
 
-RUN, JOINED_RUN = "bench-island", "bench-joining"
+RUN = "bench-island"
 SETTLE_SECONDS, POLL_SECONDS = 120.0, 0.02
-#: Training steps of a user's loop, calls of `sync` after each of them, and how often the model is sent and adopted.
-LOOP_STEPS, LOOP_CALLS, TRANSFERS = 20, 500, 5
 
 
 @dataclass(frozen=True)
@@ -85,13 +80,13 @@ def say_backend(pipe: Connection) -> None:
     pipe.send(jax.default_backend())
 
 
-def create_run(pipe: Connection, url: str, config: RunConfig, run: str = RUN) -> None:
+def create_run(pipe: Connection, url: str, config: RunConfig) -> None:
     """Create the run, and notify the parent."""
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     from archipelago.ops.launch.init import create
 
-    create(connect(url, run), config)
+    create(connect(url, RUN), config)
     pipe.send("created")
 
 
@@ -106,14 +101,7 @@ def sync_and_not(
 ) -> None:
     """Take turns with syncing and without, each over whole intervals. Send each ratio, then an `IslandTurns`.
 
-    Args:
-        pipe: Where the results go.
-        url: The Redis of the run.
-        cores: The processor's cores to use.
-        pairs: How many turns of each kind.
-        turn_seconds: The shortest turn.
-        mesh: The devices; None for one.
-        profile: The folder for JAX's profile of one interval with syncing after all turns.
+    `mesh` is None for one device. JAX's profile of one more interval with syncing goes to the folder `profile`.
     """
     os.sched_setaffinity(0, cores)
     return_freed_memory()  # as `archipelago island` does
@@ -229,16 +217,7 @@ def plain(
     scan_steps: int,
     placement: Placement | None = None,
 ) -> tuple[InnerState, TimedTurn]:
-    """Train `count` steps and do nothing else. One call of `steps` is in flight, as in an island.
-
-    Args:
-        steps: The inner steps.
-        state: The state to begin with.
-        batches: Returns batches; its argument is their number.
-        count: The number of steps.
-        scan_steps: The steps of one call.
-        placement: Brings batches to the devices, and numbers to all of them; None for one device.
-    """
+    """Train `count` steps, `scan_steps` in a call, and do nothing else. One call is in flight, as in an island."""
     import jax
     import jax.numpy as jnp
 
@@ -272,61 +251,3 @@ def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, cou
     state, _ = plain(work.steps, work.begin(build(config.model).init(config.seed)), batches, scan_steps, scan_steps)
     _, turn = plain(work.steps, state, batches, count, scan_steps)
     pipe.send(turn)
-
-
-@contextlib.contextmanager
-def timed(seconds: list[float]) -> Iterator[None]:
-    """Append the seconds that the block takes."""
-    began = time.perf_counter()
-    yield
-    seconds.append(time.perf_counter() - began)
-
-
-# -- a user's own loop -------------------------------------------------------------------------------------------------
-
-
-class LoopFound(NamedTuple):
-    """Seconds in a user's own loop: of steps, of calls of `sync` without an event, and of sending and adopting all."""
-
-    steps: list[float]
-    calls: list[float]
-    send: list[float]
-    adopt: list[float]
-
-
-def sync_user_loop(pipe: Connection, url: str, config: RunConfig) -> None:
-    """Join a run as a user's script does, call `sync` after its training steps, and send a `LoopFound`.
-
-    No merger serves, and no round is due before the measurement ends: nothing happens in a call. Then one fragment,
-    which holds the whole model, is sent and adopted several times.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from archipelago.islands.inner import begin, compile_steps
-    from archipelago.islands.models.registry import build
-    from archipelago.islands.user_loop.joining import create, join
-
-    model, found = build(config.model), LoopFound([], [], [], [])
-    params, steps = model.init(config.seed), compile_steps(model, config.inner)
-    batch = jnp.zeros((1, config.data.batch_size, config.data.sequence_length + 1), jnp.uint8)
-    create(url, JOINED_RUN, params, sync=SyncConfig(interval=1 << 20, fragments=1), steps=1 << 20)
-    with join(url, JOINED_RUN, params, island=INCARNATION) as run:
-        state, _ = steps(begin(config.inner, jax.tree.map(jnp.copy, run.params)), batch, jnp.int32(0))
-        for _ in range(LOOP_STEPS):
-            with timed(found.steps):
-                state, _ = steps(state, batch, jnp.int32(0))
-                jax.block_until_ready(state)  # type: ignore[no-untyped-call]
-            for _ in range(LOOP_CALLS):
-                with timed(found.calls):
-                    run.sync(state.params, tokens=config.tokens_per_step, loss=1.0)
-        replica, named = run._replica, dict(state.params)
-        assert replica is not None  # noqa: S101 - the run is joined
-        new_N = np.array(replica.references[0])
-        for _ in range(TRANSFERS):
-            with timed(found.send):
-                jax.block_until_ready(replica.measure(0, named))  # type: ignore[no-untyped-call]
-            with timed(found.adopt):
-                named = dict(replica.adopt(0, named, new_N))
-                jax.block_until_ready(named)  # type: ignore[no-untyped-call]
-    pipe.send(found)

@@ -85,26 +85,10 @@ class Reader:
         return drawn
 
 
-def tokens_per_step(work: Workload) -> int:
-    """Return the tokens of the first batch of a task."""
-    reader = Reader(work)
-    reader.next(1)
-    return reader.tokens
-
-
-def one_process(work: Workload, tokens: int, progress: Progress, params: Params | None = None) -> list[CurvePoint]:
-    """Train one process on `tokens`, with the schedule stretched over them. Begin with `params` if given."""
-    return list(_train(work, 1, max(1, tokens // tokens_per_step(work)), progress, params))
-
-
-def data_parallel(work: Workload, workers: int, progress: Progress | None = None, steps: int = 0) -> list[CurvePoint]:
-    """Train with the global batch of `workers`, for as many steps as each of them would make, or for `steps`."""
-    return list(_train(work, workers, steps or work.config.inner.steps, progress))
-
-
-def _train(
-    work: Workload, workers: int, steps: int, progress: Progress | None, params: Params | None = None
-) -> Iterator[CurvePoint]:
+def train(work: Workload, workers: int, steps: int, progress: Progress, params: Params | None = None) -> None:
+    """Train with the global batch of `workers`, with the schedule stretched over `steps`, from the task's parameters
+    or from `params`. Report each evaluation.
+    """
     if not work.model.has_own_optimizer:
         work = work.changed(inner=dataclasses.replace(work.config.inner, steps=steps))
     config, model = work.config, work.model
@@ -113,7 +97,7 @@ def _train(
     reader, point = Reader(work), scoring(work)
     chunks, wanted = max(1, steps // CHUNK_STEPS), evaluations(config)
     marks = {round(chunks * (i + 1) / wanted) for i in range(wanted)}
-    yield _reported(point(0, state.params), progress)
+    progress(point(0, state.params))
     for chunk in range(chunks):
         clock = chunk * CHUNK_STEPS * config.inner.steps // steps  # a user's schedule is by the clock of the run
         batches = reader.next(CHUNK_STEPS * workers)
@@ -121,7 +105,7 @@ def _train(
             batches = jax.tree.map(lambda x: x.reshape(CHUNK_STEPS, workers, *x.shape[1:]), batches)
         state, _ = inner(state, jax.device_put(batches), jnp.asarray(clock, jnp.int32))
         if chunk + 1 in marks:
-            yield _reported(point(reader.tokens, state.params), progress)
+            progress(point(reader.tokens, state.params))
 
 
 def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:
@@ -139,20 +123,16 @@ def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:
     return lambda tokens, params: CurvePoint(tokens, mean_of(evaluation(params)).bits)
 
 
-def _reported(point: CurvePoint, progress: Progress | None) -> CurvePoint:
-    if progress:
-        progress(point)
-    return point
-
-
 def write_curve(work: Workload, tokens: int, output: Path, params: Params | None = None) -> int:
     """Train one process on `tokens`, print each evaluation, and write the curve as JSON at the end."""
-    unit = loss_unit(work.named.data)
+    unit, curve, first = loss_unit(work.named.data), list[list[float]](), Reader(work)
+    first.next(1)
 
     def progress(point: CurvePoint) -> None:
         say(f"{point.tokens:>13,} tokens  held-out {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name}")
+        curve.append([point.tokens, point.bits_per_byte])
 
-    curve = [[point.tokens, point.bits_per_byte] for point in one_process(work, tokens, progress, params)]
+    train(work, 1, max(1, tokens // first.tokens), progress, params)
     write_atomically(output, json.dumps({"tokens": tokens, "curve": curve}))
     return 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ import transformers
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import Manifest
 from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.data.batches import Batches, Supply
 from archipelago.islands.data.corpus import OpenCorpus
@@ -39,9 +38,6 @@ from archipelago.ops.experiments.baselines import scoring
 from archipelago.ops.experiments.island_runs import play
 from archipelago.ops.experiments.trial import Progress, Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
-
-if TYPE_CHECKING:
-    from archipelago.ops.experiments.parity import Framework
 
 
 class SeededBatches(Batches):
@@ -99,58 +95,27 @@ class LlamaTraining:
         return self._batches.tokens, float(loss.detach())
 
 
-#: Makes one training step of a run that is at that global step. Returns its tokens and its loss.
-Train = Callable[[int], tuple[int, float]]
-
-
 class TorchIsland(Participant):
     """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary` and `advance` in turn.
 
     Attributes:
         scan_steps: Inner steps between two boundaries.
+        training: Makes its training steps.
     """
 
     scan_steps = 1
-
-    def __init__(
-        self,
-        name: str,
-        manifest: Manifest,
-        parameters: ModuleParameters,
-        train: Train,
-        link: Link,
-        arrivals: Sequence[Arrival],
-        clock: Callable[[], float],
-        incarnation: str,
-    ) -> None:
-        """Begin from published snapshots, which are written into the module.
-
-        Args:
-            name: The island's name.
-            manifest: The run.
-            parameters: The parameters of the module.
-            train: Makes a training step of the module.
-            link: The connection to the broker.
-            arrivals: One snapshot of every fragment.
-            clock: Seconds.
-            incarnation: Distinguishes this island from earlier ones of the same name.
-        """
-        replica = TorchReplica(manifest, parameters.device)
-        replica.begin(parameters.named(), [arrival.params_N for arrival in arrivals])
-        host = torch_host(parameters.device, clock)
-        super().__init__(name, manifest, link, replica, parameters, arrivals, host, None, clock, incarnation)
-        self._train = train
+    training: LlamaTraining
 
     def advance(self) -> None:
         """Make one training step."""
-        tokens, loss = self._train(self.ledger.global_step)
+        tokens, loss = self.training.step(self.ledger.global_step)
         self.count(1, tokens, loss)
 
 
 class MixedRun(VirtualRun):
     """A run whose islands train in the given frameworks, in turn."""
 
-    def __init__(self, config: RunConfig, corpus: OpenCorpus, frameworks: Sequence[Framework], islands: int) -> None:
+    def __init__(self, config: RunConfig, corpus: OpenCorpus, frameworks: Sequence[str], islands: int) -> None:
         self._frameworks = cycle(frameworks)
         super().__init__(our_work(config, corpus, SeededBatches), paces(islands))
 
@@ -161,13 +126,18 @@ class MixedRun(VirtualRun):
         if next(self._frameworks) == "jax":
             return super().new_island(name, work, supply, link, arrivals, incarnation)
         training = LlamaTraining(self.manifest.config, supply)
+        parameters, device = training.parameters, training.parameters.device
+        replica = TorchReplica(self.manifest, device)
+        replica.begin(parameters.named(), [arrival.params_N for arrival in arrivals])
+        host = torch_host(device, self.clock)
         island = TorchIsland(
-            name, self.manifest, training.parameters, training.step, link, arrivals, self.clock, incarnation
+            name, self.manifest, link, replica, parameters, arrivals, host, None, self.clock, incarnation
         )
+        island.training = training
         return cast(Island, island)  # it has all that a virtual run needs
 
 
-def played(frameworks: Sequence[Framework], trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
+def played(frameworks: Sequence[str], trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
     """Train one of our models by islands in these frameworks, and report each evaluation.
 
     Raises:

@@ -72,8 +72,8 @@ class HostileRun(VirtualRun):
         return ChangedTransport(transport.run, cast(IslandClient, client), transport.reader)
 
 
-def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> tuple[list[CurvePoint], VirtualRun]:
-    """Play a run of islands to its end, without failing chips. Return the evaluations, and the finished run.
+def islands(work: Workload, trial: Trial, progress: Progress) -> VirtualRun:
+    """Play a run of islands to its end, without failing chips. Return the finished run.
 
     Args:
         work: What they train.
@@ -84,7 +84,7 @@ def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> t
     count = trial.islands
     if trial.lockstep:
         run: VirtualRun = LockstepRun(work, [1.0] * count)
-        return play(run, scoring(work), progress), run
+        return play(run, scoring(work), progress)
     seconds = paces(count, trial.slow, trial.slowed)
     on_the_way = [trial.sending * is_slow for is_slow in are_slow(count, trial.slowed)]
     # The slowest islands have seen what the others send before they answer a round.
@@ -95,16 +95,16 @@ def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> t
         wrong = compiled_wrong(work.config.model, work.config.inner)
         others |= {name: dataclasses.replace(others.get(name, work), steps=wrong) for name in attacks}
     run = HostileRun(attacks, work, seconds, sending_seconds=on_the_way, others=others)
-    return play(run, scoring(work), progress, hostile=attacks), run
+    return play(run, scoring(work), progress, hostile=attacks)
 
 
 def play(
     run: VirtualRun,
     point: Callable[[int, Params], CurvePoint],
-    progress: Progress | None = None,
+    progress: Progress,
     hostile: Collection[str] = (),
-) -> list[CurvePoint]:
-    """Play a run to its end. Return evaluations of its merged parameters over the tokens of all honest islands.
+) -> VirtualRun:
+    """Play a run to its end, and report evaluations of its merged parameters over the tokens of all honest islands.
 
     Args:
         run: The run.
@@ -114,13 +114,10 @@ def play(
     """
     config = run.manifest.config
     honest = [island for name, island in run.islands.items() if name not in hostile]
-    points: list[CurvePoint] = []
 
     def note() -> None:
         tokens = sum(island.totals.tokens for island in honest)  # also of those that have left
-        points.append(point(tokens, published(run.transport, run.manifest)[0]))
-        if progress:
-            progress(points[-1])
+        progress(point(tokens, published(run.transport, run.manifest)[0]))
 
     note()
     marks = evaluations(config)
@@ -130,7 +127,7 @@ def play(
         note()
     run.finish()
     note()
-    return points
+    return run
 
 
 def part_of(work: Workload, number: int, of: int) -> Workload:
@@ -142,16 +139,16 @@ def part_of(work: Workload, number: int, of: int) -> Workload:
     return our_work(work.config, part)
 
 
-def participation(run: VirtualRun) -> tuple[int, float]:
-    """Return the number of rounds, and the mean number of contributions in a round."""
-    members = [len(entry.members) for entry in run.transport.reader.tape(1 << 30)]
-    return len(members), sum(members) / max(1, len(members))
-
-
-def staleness(run: VirtualRun) -> tuple[float, int]:
-    """Return the mean and the maximum staleness of merged contributions, in versions of their fragment."""
-    found = [member.staleness for entry in run.transport.reader.tape(1 << 30) for member in entry.members]
-    return sum(found) / max(1, len(found)), max(found, default=0)
+def figures(run: VirtualRun) -> dict[str, Any]:
+    """Return the number of rounds, the mean of the contributions of a round, and the mean and maximum staleness."""
+    rounds = [entry.members for entry in run.transport.reader.tape(1 << 30)]
+    stale = [member.staleness for members in rounds for member in members]
+    return {
+        "rounds": len(rounds),
+        "per_round": round(len(stale) / max(1, len(rounds)), 4),
+        "staleness": round(sum(stale) / max(1, len(stale)), 4),
+        "staleness_max": max(stale, default=0),
+    }
 
 
 # -- hostile islands --------------------------------------------------------------------------------------------------

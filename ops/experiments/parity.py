@@ -44,7 +44,6 @@ SYNCS, SYNCS_QUICK, QUICK_WARMUP_STEPS = 50, 16, 40
 ArmName = Literal[
     "parallel", "islands", "parallel-muon", "muon-0.6", "muon-0.8", "isoloco", "rda", "jax", "pytorch", "jax-pytorch"
 ]
-Framework = Literal["jax", "pytorch"]
 
 
 class Arm(NamedTuple):
@@ -58,7 +57,7 @@ class Arm(NamedTuple):
 
     settings: Settings = MappingProxyType({})
     kind: str = "islands"
-    frameworks: tuple[Framework, ...] = ()
+    frameworks: tuple[str, ...] = ()
 
 
 _MUON, _NESTEROV = {"inner.optimizer": "muon"}, {"outer.rule": "nesterov"}
@@ -229,10 +228,10 @@ def _measured(arm: Arm, trial: Trial, work: Workload, config: RunConfig) -> dict
 
 def _row(place: Place, row: TrialRow, rows: Mapping[Place, TrialRow], unit: LossUnit) -> dict[str, Any]:
     """Return a line of the table. A column has the ratio to each baseline with as many islands."""
-    first, baselines = row.records[0], [other for other in rows if _is_baseline(other)]
-    ratios = {}
-    for name in dict.fromkeys(other.arm for other in baselines):
-        same = next((rows[other] for other in baselines if (other.arm, other.islands) == (name, place.islands)), None)
+    first, ratios = row.records[0], dict[str, float]()
+    baselines = {other.arm: ARMS[other.arm] for other in rows}
+    for name in (name for name, arm in baselines.items() if arm.kind == "parallel" or len(arm.frameworks) == 1):
+        same = next((rows[other] for other in rows if (other.arm, other.islands) == (name, place.islands)), None)
         # A user's loss may be negative; then ratios mean nothing.
         has_ratio = same is not None and all(loss > 0 for loss in same.losses.values())
         ratios[f"to_{name}"] = row.ratio(same) if has_ratio else math.nan
@@ -247,10 +246,6 @@ def _row(place: Place, row: TrialRow, rows: Mapping[Place, TrialRow], unit: Loss
         "rounds": first.get("rounds", 0),
         "per_round": first.get("per_round", 0.0),
     }
-
-
-def _is_baseline(place: Place) -> bool:
-    return ARMS[place.arm].kind == "parallel" or len(ARMS[place.arm].frameworks) == 1
 
 
 def _curve(record: Record, unit: LossUnit) -> list[tuple[int, float]]:

@@ -205,11 +205,8 @@ def varying(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def recorded(folder: Path) -> dict[str, Record]:
     """Read all records in a folder, by key, because studies share baselines."""
-    out: dict[str, Record] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        for record in records(path):
-            out.setdefault(key_of(record), record)
-    return out
+    found = [record for path in sorted(folder.glob("*.jsonl")) for record in records(path)]
+    return {key_of(record): record for record in reversed(found)}  # the first record of a trial counts
 
 
 def records(path: Path) -> Iterator[Record]:

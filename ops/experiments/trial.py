@@ -215,20 +215,15 @@ def measure(trial: Trial, work: Workload | None = None, play: Play | None = None
 def _played(trial: Trial, workload: Workload, note: Progress) -> dict[str, Any]:
     """Train as the trial says, and report each evaluation. Return what the record has of islands."""
     from archipelago.ops.experiments import baselines
-    from archipelago.ops.experiments.island_runs import islands, participation, staleness
+    from archipelago.ops.experiments.island_runs import figures, islands
 
     config = workload.config
     steps = config.inner.steps * work_of(trial)  # Baselines train on as many tokens as the islands.
-    if trial.kind == "parallel":
-        baselines.data_parallel(workload, trial.islands, note, round(steps / trial.islands))
-        return {}
-    if trial.kind == "one":
-        baselines.one_process(workload, round(steps) * config.tokens_per_step, note)
-        return {}
-    _, run = islands(workload, trial, note)
-    rounds, per_round = participation(run)
-    mean, most = staleness(run)
-    return {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}
+    if trial.kind == "islands":
+        return figures(islands(workload, trial, note))
+    workers = trial.islands if trial.kind == "parallel" else 1
+    baselines.train(workload, workers, max(1, round(steps / workers)), note)
+    return {}
 
 
 def work_of(trial: Trial) -> float:

@@ -18,7 +18,8 @@ from archipelago.ops.chaos.baseline_worker import DataParallelWorker
 from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.schedule import Fault
-from archipelago.ops.experiments.baselines import data_parallel, scoring
+from archipelago.ops.experiments.baselines import scoring, train
+from archipelago.ops.experiments.trial import CurvePoint
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.launch.supervisor import Child
 from tests.failing import failing
@@ -142,7 +143,9 @@ def test_workers_that_load_checkpoints_train_as_one_process_does(config: RunConf
             mean_N = np.mean([worker.gradient() for worker in workers], axis=0)
             for worker in workers:
                 worker.apply(mean_N)
-    untrained, *_, wanted = data_parallel(work, WORKERS)
+    points: list[CurvePoint] = []
+    train(work, WORKERS, work.config.inner.steps, points.append)
+    untrained, *_, wanted = points
     for worker in workers:
         found = scoring(work)(0, worker.state.params)
         assert found.bits_per_byte == pytest.approx(wanted.bits_per_byte, rel=1e-5)

@@ -19,6 +19,7 @@ from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.experiments import baselines, parity
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.parity import ARMS, ArmName, ParityOptions
@@ -140,8 +141,10 @@ def test_a_llama_makes_the_steps_of_our_worker(corpus: OpenCorpus) -> None:
 # -- baselines --------------------------------------------------------------------------------------------------------
 
 
-def quiet(_: CurvePoint) -> None:
-    pass
+def trained(work: Workload, workers: int) -> list[CurvePoint]:
+    points: list[CurvePoint] = []
+    baselines.train(work, workers, 8, points.append)
+    return points
 
 
 def test_data_parallel_takes_the_mean_of_the_gradients() -> None:
@@ -152,8 +155,8 @@ def test_data_parallel_takes_the_mean_of_the_gradients() -> None:
             for number in range(0, BATCHES, 2):
                 yield {"x": EXAMPLES[shard.number, number : number + 2].reshape(4, 3)}
 
-    two = baselines.data_parallel(task_work(), 2, quiet, 8)
-    one = baselines.data_parallel(task_work(batches=wholes, tokens=20), 1, quiet, 8)
+    two = trained(task_work(), 2)
+    one = trained(task_work(batches=wholes, tokens=20), 1)
     assert two[-1].tokens == one[-1].tokens
     assert two[-1].bits_per_byte < two[0].bits_per_byte
     assert two[-1].bits_per_byte == pytest.approx(one[-1].bits_per_byte, rel=1e-5)

@@ -25,9 +25,8 @@ from archipelago.ops.experiments.island_runs import (
     LITTLE,
     HostileClient,
     Public,
+    figures,
     islands,
-    participation,
-    staleness,
 )
 from archipelago.ops.experiments.results import baseline, show
 from archipelago.ops.experiments.trial import ATTACKS, CurvePoint, Trial, TrialRow, grouped, key_of, measure
@@ -94,10 +93,11 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
 @pytest.mark.full
 def test_late_contributions_are_merged_stale_and_none_in_lockstep() -> None:
     work = task_work().changed(merge=MergeConfig("average", "average"))
-    _, late = islands(work, Trial.of({}, islands=3, sending=9.0))
-    _, together = islands(work, Trial.of({}, islands=3, lockstep=True))
-    assert staleness(late)[1] >= 2, "more than an interval passes"
-    assert (staleness(together)[1], participation(together)[1]) == (0, 3.0), "islands adopt at once what they send"
+    points: list[CurvePoint] = []
+    how: tuple[dict[str, Any], ...] = ({"sending": 9.0}, {"lockstep": True})
+    late, together = (figures(islands(work, Trial.of({}, islands=3, **each), points.append)) for each in how)
+    assert late["staleness_max"] >= 2, "more than an interval passes"
+    assert (together["staleness_max"], together["per_round"]) == (0, 3.0), "islands adopt at once what they send"
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
