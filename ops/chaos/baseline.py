@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from archipelago.broker.machine import LOOPBACK
 from archipelago.ops.chaos.figures import Figures, pauses
 from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
-from archipelago.ops.chaos.proxy import LOOPBACK, LoopServer, Proxy
+from archipelago.ops.chaos.proxy import LoopServer, Proxy
 from archipelago.ops.chaos.schedule import ON_LINKS, Fault
 from archipelago.ops.launch.devices import memory_share
 from archipelago.ops.launch.supervisor import Child, thread_environment

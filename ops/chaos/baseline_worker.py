@@ -24,10 +24,10 @@ from jax.flatten_util import ravel_pytree
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import from_json
 from archipelago.broker.files import write_atomically
+from archipelago.broker.machine import LOOPBACK
 from archipelago.islands.inner import InnerState, descent
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.turn_log import Pacer
-from archipelago.ops.chaos.proxy import LOOPBACK
 from archipelago.ops.experiments.baselines import Reader
 from archipelago.ops.launch.init import workload_of
 
