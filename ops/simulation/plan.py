@@ -101,7 +101,7 @@ class PlanOptions:
     merger_threads: int = 8
     """The threads of the merger, which changes the spectra of matrices (`isotropic`)."""
     thread_gflops: float = THREAD_RATE / 1e9
-    """What one of these threads does."""
+    """What one of these threads does: about 30 in float64, and 150 with units for small integers, such as AMX."""
     merger_slowness: float = 1.0
     """The time that a core of the merger takes to merge, over that of the machine of docs/results/performance.md."""
     merger_gb: float = 64.0
