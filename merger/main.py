@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -63,6 +64,9 @@ class MergerOptions(WorkerOptions, AwaitedRun):
     threads: int = 0
     """The threads that change spectra of matrices (`isotropic`). The default is $OMP_NUM_THREADS, or one for each core.
     The number changes no bit."""
+    spectra: Literal["cpu", "gpu"] = "cpu"
+    """Where the spectra of large matrices are changed: on this process's cores, or by a process of its own that holds a
+    small share of a GPU. If that fails, the cores go on. It changes no bit."""
     json: bool = False
     """Print one JSON object at the end."""
 
@@ -106,15 +110,18 @@ def main(options: MergerOptions) -> int:
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
+    from archipelago.merger.accelerator import Accelerator
     from archipelago.merger.executor import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import has_ended_here, merger_name
     from archipelago.merger.shards import serve_shards
+    from archipelago.merger.spectra import by_xla
     from archipelago.merger.telemetry import MergerCollector, RoundTelemetry
 
     shards = [manifest.of_shard(shard) for shard in range(manifest.shards)]
     telemetries = [RoundTelemetry(shard, curves) for shard in shards]
     every, name = options.checkpoint_every, merger_name()
+    compiled = Accelerator() if options.spectra == "gpu" else by_xla
     mergers, checkpointers = [], []
     for shard, own_manifest in enumerate(shards):
         own = of_shard(transport, manifest, shard)
@@ -129,6 +136,7 @@ def main(options: MergerOptions) -> int:
             lease_seconds=options.lease_seconds,
             on_round=telemetries[shard].closed,
             threads=options.threads,
+            compiled=compiled,
             restart_seconds=options.restart_seconds,
             is_gone=has_ended_here,
             executor=in_background,

@@ -29,7 +29,7 @@ from archipelago.merger.executor import NewExecutor, awaited, in_virtual_time
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Liveness, Rounds
-from archipelago.merger.spectra import Spectra
+from archipelago.merger.spectra import Power, Spectra, by_xla
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import OperatorControls
 
@@ -72,6 +72,7 @@ class Merger:
         wall: Seconds of the wall clock, for the tape and for notes.
         on_round: Called with the tape entry and the snapshot after each commit.
         threads: The threads that change spectra; 0 for the default (`merger.spectra`).
+        compiled: Returns what changes the spectra of large matrices (`Spectra`).
         restart_seconds: How long a restart may take to merge rounds again (`merger.committing`).
         is_gone: Returns whether another merger has ended, given its name, so that its lease need not expire first.
         executor: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
@@ -89,6 +90,7 @@ class Merger:
         wall: Clock = time.time,
         on_round: OnRound = lambda entry, snapshot: None,
         threads: int = 0,
+        compiled: Callable[[], Power | None] = by_xla,
         restart_seconds: float = RESTART_SECONDS,
         is_gone: Callable[[str], bool] = never_gone,
         executor: NewExecutor = in_virtual_time,
@@ -106,7 +108,7 @@ class Merger:
         self.fragments: dict[int, FragmentState] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.live: frozenset[str] = frozenset()
-        self.spectra = Spectra(self._renew, clock, threads)
+        self.spectra = Spectra(self._renew, clock, threads, compiled)
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         self.liveness = Liveness()

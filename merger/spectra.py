@@ -326,7 +326,8 @@ def default_threads() -> int:
     return usable_cores()
 
 
-def _by_xla() -> Power | None:
+def by_xla() -> Power | None:
+    """Return XLA's way to change spectra on the processor, or None where numpy is faster or has other bits."""
     from archipelago.merger.xla_spectra import fastest
 
     return fastest()
@@ -352,7 +353,7 @@ class Spectra:
         between: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         threads: int = 0,
-        compiled: Callable[[], Power | None] = _by_xla,
+        compiled: Callable[[], Power | None] = by_xla,
     ) -> None:
         self.seconds = 0.0
         self.threads = threads or default_threads()

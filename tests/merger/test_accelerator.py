@@ -1,0 +1,50 @@
+"""Spectra in a process of their own: the same bits, also after the process has died or when it never worked."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from archipelago.merger.accelerator import Accelerator
+from archipelago.merger.spectra import Matrix, Power, Spectra, with_power
+from tests.harness.merger_run import logged_codes
+
+#: A shape that is worth a compiled program.
+LARGE = (300, 1500)
+
+
+def changed(compiled: Callable[[], Power | None]) -> list[bytes]:
+    found = list[bytes]()
+
+    def work(matrix_RC: Matrix, exponent: float, power: Power) -> None:
+        found.append(with_power(matrix_RC, exponent, power).tobytes())
+
+    matrix_RC = np.random.default_rng(0).standard_normal(LARGE, np.float32)
+    Spectra(threads=1, compiled=compiled).change(work, [(matrix_RC, 0.0), (matrix_RC, 0.5)])
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_process_comes_to_the_same_bits_and_may_die(caplog: pytest.LogCaptureFixture) -> None:
+    before, expected = set(multiprocessing.active_children()), changed(lambda: None)
+    accelerator = Accelerator("cpu", otherwise=lambda: None)
+    assert changed(accelerator) == expected
+    assert not logged_codes(caplog)
+    (process,) = set(multiprocessing.active_children()) - before
+    process.kill()
+    process.join()
+    assert changed(accelerator) == changed(accelerator) == expected
+    assert logged_codes(caplog) == ["spectra.accelerator"]
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_machine_without_an_accelerator_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator("none", otherwise=lambda: None)
+    assert changed(accelerator) == changed(lambda: None)
+    assert logged_codes(caplog) == ["spectra.accelerator"]
+    assert "on none failed" in caplog.text
