@@ -76,10 +76,8 @@ class Accelerator:
         return otherwise(x_SC, exponent) if otherwise else powered(x_SC, exponent, Products())
 
     def _lose(self, error: Exception) -> None:
-        log.warning(
-            "the process for spectra on %s failed (%s), so this processor changes them", self._platform,
-            error or "it has ended", extra={"code": "spectra.accelerator"},
-        )  # fmt: skip
+        what = "the process for spectra on %s failed (%s), so this processor changes them"
+        log.warning(what, self._platform, str(error) or "it has ended")
         self._pipe = None
 
 

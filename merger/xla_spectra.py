@@ -87,7 +87,7 @@ def has_same_bits(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) 
     for exponent in (0.0, 0.5):
         expected_SC = powered(trial_SC, exponent, Products())
         if not np.array_equal(candidate(trial_SC, exponent).view(np.uint32), expected_SC.view(np.uint32)):
-            log.warning(_OTHER_BITS, name, extra={"code": "spectra.bits"})
+            log.warning(_OTHER_BITS, name)
             return False
     return True
 

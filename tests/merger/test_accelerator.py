@@ -10,7 +10,6 @@ import pytest
 
 from archipelago.merger.accelerator import Accelerator
 from archipelago.merger.spectra import Matrix, Power, Spectra, with_power
-from tests.harness.merger_run import logged_codes
 
 #: A shape that is worth a compiled program.
 LARGE = (300, 1500)
@@ -33,12 +32,12 @@ def test_a_process_comes_to_the_same_bits_and_may_die(caplog: pytest.LogCaptureF
     before, expected = set(multiprocessing.active_children()), changed(lambda: None)
     accelerator = Accelerator("cpu", otherwise=lambda: None)
     assert changed(accelerator) == expected
-    assert not logged_codes(caplog)
+    assert not caplog.records
     (process,) = set(multiprocessing.active_children()) - before
     process.kill()
     process.join()
     assert changed(accelerator) == changed(accelerator) == expected
-    assert logged_codes(caplog) == ["spectra.accelerator"]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.full
@@ -46,5 +45,5 @@ def test_a_process_comes_to_the_same_bits_and_may_die(caplog: pytest.LogCaptureF
 def test_a_machine_without_an_accelerator_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator("none", otherwise=lambda: None)
     assert changed(accelerator) == changed(lambda: None)
-    assert logged_codes(caplog) == ["spectra.accelerator"]
+    assert len(caplog.records) == 1
     assert "on none failed" in caplog.text

@@ -35,7 +35,6 @@ from archipelago.merger.spectra import (
     with_power,
 )
 from archipelago.merger.xla_spectra import has_same_bits, is_faster, on_device
-from tests.harness.merger_run import logged_codes
 from tests.tiers import examples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +161,7 @@ def test_what_is_not_better_than_numpy_is_not_used(caplog: pytest.LogCaptureFixt
     assert not is_faster(slow, "it", (16, 40))
     assert not caplog.records
     assert not has_same_bits(other, "it", (16, 40))
-    assert logged_codes(caplog) == ["spectra.bits"]
+    assert "it computes other bits" in caplog.text
 
 
 def test_only_large_matrices_are_changed_by_compiled_programs() -> None:
