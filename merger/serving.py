@@ -20,7 +20,6 @@ from pathlib import Path
 from archipelago.broker.errors import (
     ArchipelagoError,
     BrokerError,
-    FencedError,
     UnknownRunError,
     UnreachableError,
     WireError,
@@ -65,46 +64,35 @@ def serve(
     """
     merger.rules.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
     standing = Standing(merger.transport, merger.holder, merger.clock)
-    loaded, is_over, troubles = False, False, Troubles()
+    is_over, troubles = False, Troubles()
     try:
         while not is_over and not stopped():
             try:
                 if merger.epoch and is_to_hand_over():
                     _hand_over(merger)
-                    loaded = False
-                if not merger.epoch and not (may_take() and merger.acquire()):
-                    standing.wait()
-                    pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
-                    continue
-                standing.take_over()
-                if not loaded:
+                if not merger.epoch:
+                    if not (may_take() and merger.acquire()):
+                        standing.wait()
+                        pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
+                        continue
+                    standing.take_over()
                     with progress("loading the run's state"):
                         merger.load()
-                    loaded = True
                     closed = merger.state.closed
                     log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
                 if merger.turn():
                     troubles.end()
                 is_over = merger.is_over()
-            except FencedError as error:
-                loaded, merger.epoch = False, 0
-                if not _serves_again(merger, pause):
-                    text = "another merger holds the lease and serves this run; this one leaves (%s)"
-                    log.warning(text, error.what)
-                    merger.controls.note("left", "another merger serves")
-                    return False
-                log.warning("%s", error)
             except UnknownRunError:
                 raise
-            except (BrokerError, WireError) as error:  # an outage, full memory or damage, after which we can continue
+            except (BrokerError, WireError) as error:  # an outage, damage, or another merger that serves now
                 # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in
                 # flight.
-                loaded, merger.epoch = False, 0
+                merger.epoch = 0
                 pause(troubles.seconds(error))
         if merger.epoch:
             last = merger.manifest.described(merger.state.closed)
-            why = "the run is finished" if is_over else f"it was stopped after {last}"
-            _leave(merger, loaded, why, pause)
+            _leave(merger, "the run is finished" if is_over else f"it was stopped after {last}", pause)
         return is_over
     finally:
         standing.end()
@@ -137,15 +125,6 @@ class Troubles:
         self._last, self._faults = "", 0
 
 
-def _serves_again(merger: Merger, pause: Callable[[float], None]) -> bool:
-    """Take the lease again after a write was fenced. This fails if another merger holds it."""
-    for _ in range(2):  # once more, because another client may have disturbed the first attempt
-        if merger.acquire():
-            return True
-        pause(0.0)
-    return False
-
-
 def _hand_over(merger: Merger) -> None:
     """Release the lease, so that another process takes it. It loads what this merger has committed."""
     last = merger.manifest.described(merger.state.closed)
@@ -155,10 +134,9 @@ def _hand_over(merger: Merger) -> None:
     merger.controls.note("left", "another process serves fewer shards, and takes this one")
 
 
-def _leave(merger: Merger, loaded: bool, why: str, pause: Callable[[float], None]) -> None:
+def _leave(merger: Merger, why: str, pause: Callable[[float], None]) -> None:
     try:
-        if loaded:
-            merger.finish(pause)
+        merger.finish(pause)
         merger.transport.merger.release(merger.epoch)
         merger.controls.note("left", why)
     except BrokerError as error:

@@ -152,12 +152,11 @@ class _ShardThread(threading.Thread):
         return self.error is not None and not isinstance(self.error, ArchipelagoError)
 
     def run(self) -> None:
-        """Serve. After another process has taken the shard, stand by for it again."""
+        """Serve, and stand by while another process serves the shard."""
         try:
-            while not self.is_over and not self._stopped():
-                self.is_over = serve(
-                    self._merger, self._stopped, may_take=self._may_take, is_to_hand_over=self._is_to_hand_over
-                )
+            self.is_over = serve(
+                self._merger, self._stopped, may_take=self._may_take, is_to_hand_over=self._is_to_hand_over
+            )
         except ArchipelagoError as error:
             log.error("this process cannot serve its shard: %s", error, extra={"code": error.code})
             self.error, self._merger.epoch = error, 0
