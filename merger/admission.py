@@ -59,13 +59,7 @@ class Reason:
 
 
 def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int) -> Reason | None:
-    """Return why a contribution may not be merged, judged by its header, or None when it may.
-
-    Args:
-        contribution: The header.
-        manifest: The run.
-        closed: The last closed round.
-    """
+    """Return why a contribution may not be merged, judged by its header, or None when it may."""
     c, config = contribution, manifest.config
     if c.fragment not in manifest.own_fragments or manifest.fragment_of(c.round) != c.fragment:
         return Reason("fragment", f"round {c.round} does not sync fragment {c.fragment}")
@@ -125,8 +119,6 @@ class Inbox:
     """The contributions that wait for their rounds.
 
     Args:
-        transport: The connection to the run.
-        rules: How rounds are merged.
         downloads: Downloads and checks the next contributions.
         between: Called between two contributions, and while a download is awaited: they may take longer than a lease.
 

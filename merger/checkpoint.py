@@ -45,8 +45,6 @@ class CheckpointStore:
     """Checkpoints of one run in a folder. One process saves, and any number may read.
 
     Args:
-        folder: Where the checkpoints are.
-        keep: How many of the newest are kept.
         fetch: Adds a newer checkpoint from elsewhere to the folder, if there is one. May raise ConfigError.
     """
 

@@ -36,9 +36,6 @@ class Following:
     """The markers of shard 0, as the merger of another shard reads them.
 
     A marker that was missed stays missed: the shard may have merged since then what its part must not hold.
-
-    Args:
-        primary: Reads shard 0.
     """
 
     def __init__(self, primary: ReaderClient) -> None:
@@ -98,8 +95,6 @@ class Leading:
             other shards have parts of it.
 
     Args:
-        primary: Reads shard 0.
-        others: Read the other shards.
         missing: Returns the shards without a part of the checkpoint of that number.
     """
 

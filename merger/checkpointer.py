@@ -121,9 +121,7 @@ class Checkpointer:
         shard 0 waits for the parts of other shards.
 
         Args:
-            state: The run's state.
             asked: The operator's request for a checkpoint that was not taken yet, if there is one.
-            now: The time.
             is_last: The run is finished.
             is_crowded: Much in Redis waits for a checkpoint.
         """

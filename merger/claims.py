@@ -123,13 +123,8 @@ def seen(
     two islands it is the larger one, because nobody can tell which of the two is right.
 
     Args:
-        contributions: The contributions of a round.
-        version: The version of its fragment before the round.
-        number: The round.
-        accounts: The islands' accounts before it.
         usual_batch: The usual batch of the run's islands before it (`usual_batch`); 0 if it is not known.
         sync: When rounds close.
-        rounds: The rounds of the run or shard.
     """
     islands = {c.island for c in contributions}
     fragments = len(rounds.fragments)
@@ -171,11 +166,8 @@ def next_step(
     single island is taken at its word.
 
     Args:
-        step: The run's step before the round.
-        members: The merged contributions.
         others: The steps that islands have claimed in earlier rounds (`global_steps`).
         stride: H/P, the inner steps from one round to the next.
-        live: The live islands.
     """
     furthest = max(members, key=lambda c: c.global_step, default=None)
     if furthest is None:
@@ -203,9 +195,7 @@ def steps_read(contribution: Contribution, account: Account | None, closed: int,
     snapshots, as it does while no merger serves: the work of that time is lost, and the text was read.
 
     Args:
-        contribution: The contribution.
         account: The account of its island, if it has one.
-        closed: The last closed round.
         interval: H, the inner steps of a sync interval.
         fragments: P, in how many rounds of the run that interval is divided.
     """
@@ -233,7 +223,6 @@ def believed_data(
         steps: In how many steps its island may have read them (`steps_read`).
         cursors: The cursor of each started range.
         waiting: Where contributions that wait for their rounds will move the cursors.
-        config: The run's config.
         range_sequences: How many sequences a range of the run's corpus has, or fewer.
     """
     data, tokens = config.data, steps * contribution.tokens / contribution.steps * DATA_SLACK

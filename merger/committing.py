@@ -79,11 +79,7 @@ def build_commit(
     """Return the commit of a round.
 
     Args:
-        manifest: The run.
         tape: The tape's entry of the round, without what takes long: the digest, and the state before the round.
-        merged: The merged round.
-        before: The run's state before the round.
-        after: The run's state after it.
         kept: What Redis keeps from then on.
     """
     wire, held_N = manifest.config.wire, merged.state.published_N
@@ -180,8 +176,6 @@ class Compactor:
     those that no checkpoint covers.
 
     Args:
-        transport: The connection to the run.
-        manifest: The run.
         spawn: Runs an upload beside the rounds.
         restart_seconds: How long a restart may take to merge rounds again.
         takes_checkpoints: Whether this merger takes checkpoints.
@@ -247,7 +241,6 @@ class Compactor:
         commit fails, the merger loads the run again.
 
         Args:
-            tape: The round.
             covered: The last round in a finished checkpoint.
         """
         own = self.fragments[tape.fragment]

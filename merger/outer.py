@@ -176,8 +176,6 @@ def publish(wire: WireConfig, held_N: jax.Array, exact_N: jax.Array) -> tuple[ja
 
     Args:
         wire: The codecs. Without differences the snapshot is rounded by its own codec, and the body is empty.
-        held_N: What the islands hold now (float32 [N]).
-        exact_N: The merger's own parameters (float32 [N]).
     """
     if not wire.sends_differences:
         if wire.full == "float32":

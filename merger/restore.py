@@ -73,9 +73,6 @@ def load(
     """Load the shard as its last commit left it, to the same bits. If it is damaged, restore it from a checkpoint.
 
     Args:
-        transport: The connection to the run.
-        rules: How the run merges its rounds.
-        store: Checkpoints to restore from.
         between: Called after each fragment and each round, because they may take long and the lease must be renewed.
         require_lease: Raises FencedError if another merger serves now. What it writes while this one reads looks like
             damage.

@@ -159,11 +159,8 @@ class RoundMerge:
         """Return the merged round. Changes none of its arguments.
 
         Args:
-            fragment: The fragment of that round.
             state: The run. With another length of it, which an operator can set, a path is of another length.
             addends: What waits for the fragment's next round, in the order of arrival.
-            live: The number of live islands.
-            of: The round, its fragment and version.
         """
         config = control.steered(self.manifest.config, state.steered)
         version = of.version - 1  # what the contributions meet
@@ -223,20 +220,9 @@ def merge_round(
     A round in which nothing has any weight changes nothing: momentum must not move a run that no island trains.
 
     Args:
-        fragment: The fragment before the round.
         staleness: The running mean of staleness factors before the round.
-        addends: The contributions, in the order of the sum.
-        version: The fragment's version before the round.
-        groups: The tensors of the fragment.
-        live: The number of live islands.
-        config: The merge rules.
-        wire: The codecs, by which published parameters are rounded.
-        outer: The outer optimiser.
         now: The progress of the run; participation is filled in here.
         path: Returns the length of the path that a norm is compared by, from the number of steps that weigh.
-        seen: The work of each contribution that weighs.
-        scores: The islands' scores before the round.
-        spectra: How the matrices share this machine's threads. It changes no bit.
     """
     known, sent = dict(scores or {}), _sent(addends, version, path, seen)
     spans = tuple((group.start, group.length) for group in groups)

@@ -154,8 +154,6 @@ class Rounds:
         again.
 
         Args:
-            now: The time.
-            live: The live islands.
             waiting: The fragments that contributions wait for.
         """
         self._note_quorums(now, live)  # during a pause as well, because round timing does not know about pauses
@@ -281,7 +279,6 @@ class Liveness:
 
         Args:
             presences: The heartbeats that the broker holds.
-            now: The merger's clock.
             closed: How many rounds have closed.
         """
         before, self._sightings = self._sightings, {}

@@ -161,14 +161,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: int) -> Judgement:
-    """Compare the contributions of a round with each other.
-
-    Args:
-        known: The scores before the round.
-        sent: The contributions.
-        spans: The tensors of the fragment.
-        live: The number of live islands.
-    """
+    """Compare the contributions of a round with each other."""
     islands = _by_island(sent)
     if not sent or max(live, len(islands)) < JUDGES_LEAST:
         return unjudged(known, len(sent))
@@ -225,10 +218,7 @@ def _compared(
     """Return the scores after a comparison of directions, and the contributions that point clearly away.
 
     Args:
-        scores: The scores before the round.
-        sent: The contributions.
         fresh: The fresh contributions of each island that has any. Such islands are judged, and judge others.
-        spans: The tensors of the fragment.
     """
     seed = hashlib.sha256(" ".join(sorted(one.digest for one in sent)).encode()).digest()
     rows = [direction(one.body, spans, seed) for one in sent]
@@ -290,8 +280,6 @@ def direction(body: Body, spans: Spans, seed: bytes) -> NDArray[np.float64]:
     """Return a sample of a contribution, in which every tensor has the norm that its size deserves, as a unit vector.
 
     Args:
-        body: The contribution.
-        spans: The tensors of the fragment.
         seed: Chooses the elements. Samples with equal seeds can be compared.
     """
     plan = _plan(spans)

@@ -60,8 +60,6 @@ class Merger:
     """One merger of one run. Call `load` once and then `turn` repeatedly. Both raise FencedError after a takeover.
 
     Args:
-        transport: The connection to the run.
-        clock: Seconds of a monotonic clock.
         holder: A name for the lease; by default a random one.
         live_poll_seconds: How often heartbeats are read.
         linger_seconds: How long after the last contribution rounds close when no island is live. Islands that leave

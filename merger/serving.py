@@ -49,7 +49,6 @@ def serve(
 
     Args:
         merger: The merger. It has neither acquired the lease nor loaded.
-        stopped: Whether to stop.
         pause: Waits that many seconds between two tries.
         may_take: Whether to take the lease if it is free. A process that serves several shards may leave it to others.
         is_to_hand_over: Whether to release the lease now, for another process.
@@ -180,9 +179,7 @@ class Standing:
     """One merger's time as a standby. Call `wait` while another merger holds the lease, and `end` afterwards.
 
     Args:
-        transport: The connection to the run.
         name: The name under which this merger takes the lease.
-        clock: Seconds of a monotonic clock.
     """
 
     def __init__(self, transport: MergerTransport, name: str, clock: Callable[[], float]) -> None:

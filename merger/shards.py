@@ -64,8 +64,6 @@ def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float
     """Read who serves the run. A shard that cannot be reached counts neither as served nor as free.
 
     Args:
-        transports: The connection to each shard.
-        name: The process that asks. It is one of those that serve.
         silent_seconds: A standby without a sign of life for this long is not counted.
     """
     serving, free = {name: 0}, set()
@@ -92,7 +90,6 @@ class Sharing:
 
     Args:
         mergers: The merger of each shard. All have one holder's name.
-        clock: Seconds of a monotonic clock.
     """
 
     def __init__(self, mergers: Sequence[Merger], clock: Clock = time.monotonic) -> None:
@@ -175,7 +172,6 @@ def serve_shards(
 
     Args:
         mergers: The merger of each shard. None has acquired a lease.
-        stopped: Whether to stop.
         look_seconds: How often to read who serves and who stands by.
         again_seconds: When to try a shard again that could not be served.
 

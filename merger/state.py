@@ -166,9 +166,7 @@ class RunState:
         """Advance this state by a closed round.
 
         Args:
-            number: The round.
             step: The global step to which it brings the run.
-            merged: The contributions that it merged.
             scores: The scores of their islands after it; an island that is missing keeps its own.
             credit: The credit of their islands after it (`claims.seen`).
         """

@@ -29,8 +29,6 @@ class OperatorControls:
     """Reads the operator's requests and applies them.
 
     Args:
-        transport: The connection to the run, or to one of its shards.
-        manifest: The manifest of the same.
         wall: Returns the wall clock's seconds, for notes.
     """
 

@@ -44,7 +44,6 @@ class MergerFolder:
     """The folders `checkpoints/` and `record/` of one run.
 
     Args:
-        path: The folder on disk.
         keep: How many of the newest checkpoints are kept, here and in the bucket.
         bucket: A folder in a bucket that holds copies.
     """
@@ -92,8 +91,6 @@ class MergerFolder:
         """Return a checkpointer that writes here; it also writes the record if the run has one.
 
         Args:
-            transport: The connection to the run, or to one of its shards.
-            manifest: The manifest of that.
             every_seconds: The seconds between two checkpoints.
             spawn: Runs the jobs; by default in the background.
         """

@@ -50,9 +50,7 @@ class RoundTelemetry:
     """Records each round that a merger commits. Pass `closed` as `on_round`.
 
     Args:
-        manifest: The manifest of the run, or of the shard that the merger serves.
         curves: Get a point for each round.
-        clock: Seconds of a monotonic clock.
 
     Attributes:
         totals: What the rounds of this process add up to, by the name of the metric.
@@ -94,11 +92,7 @@ class RoundTelemetry:
 
 
 class MergerCollector:
-    """Reads what mergers know when Prometheus asks. Register it with a registry.
-
-    Args:
-        pairs: The merger of each shard, with its telemetry.
-    """
+    """Reads what mergers know when Prometheus asks. Register it with a registry."""
 
     def __init__(self, pairs: Sequence[tuple[Merger, RoundTelemetry]]) -> None:
         self._pairs = pairs

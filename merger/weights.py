@@ -109,8 +109,6 @@ def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list
     1.0 where nothing is lowered. An island without any weight counts as absent. The order of weights changes no bit.
 
     Args:
-        weights: The weights of the contributions, not negative.
-        islands: The island of each contribution.
         cap: At least 1. An island's share is then at most cap / (M - 1 + cap) of M islands.
     """
     of_island: dict[str, list[float]] = {}
@@ -155,9 +153,6 @@ def weigh(weights: Sequence[float], staleness: Sequence[int], config: MergeConfi
 
     Args:
         weights: The final weights of the contributions, not all 0.
-        staleness: The staleness of each contribution.
-        config: The merge rules.
-        running: The running mean of earlier rounds.
 
     The gain is `gain(mean s, running)`, where the mean is weighted by the weights without s. When `config.normalise`
     is off, the gain is the mean s itself, so stale rounds take smaller steps.
