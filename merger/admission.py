@@ -69,8 +69,8 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason(
             "lost", f"{sent}, is not of the run after {manifest.described(closed)}, to which it may have gone back"
         )
-    if found := claims.contradiction(c, config):
-        return Reason(*found)
+    if c.tokens > c.steps * claims.tokens_per_step_max(config):
+        return Reason("tokens", f"{c.tokens} tokens in {c.steps} steps are impossible")
     if c.codec not in (config.wire.up, config.wire.thin):
         return Reason("codec", f"this run does not use codec {c.codec[:32]!r}")
     if fault := _fault_of_positions(c, RANGES_MAX if config.has_user_loops else config.data.shards):

@@ -1,7 +1,7 @@
 """Claims: what an island says about its own work, compared with what it can have done. Pure.
 
 A contribution's header claims tokens, steps, a global step, a speed and a position in the data. None of them can be
-verified, so none of them widens a bound. A claim that contradicts itself is refused (`contradiction`). Tokens and steps
+verified, so none of them widens a bound. A claim that contradicts itself is refused (`admission`). Tokens and steps
 beyond what the merger saw add no weight (`seen`). They are no reason to refuse or to warn, because an honest island
 trains on while no merger serves. The run's step and the positions of its text advance no further than an island can
 have come; the next contributions of honest islands advance them again. The tape records what was believed, so a replay
@@ -65,14 +65,6 @@ class Account(NamedTuple):
     def for_merge(self) -> Account:
         """Return the account with only those values on which the merge of a round depends."""
         return Account(round=self.round, credit=self.credit, score=self.score)
-
-
-def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, str] | None:
-    """Return the code and the text of a reason why no island can have done this, or None."""
-    c = contribution
-    if c.tokens > c.steps * tokens_per_step_max(config):
-        return "tokens", f"{c.tokens} tokens in {c.steps} steps are impossible"
-    return None
 
 
 def tokens_per_step_max(config: RunConfig) -> int:

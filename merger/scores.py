@@ -185,25 +185,6 @@ def unjudged(known: Mapping[str, Score], count: int) -> Judgement:
     return Judgement((1.0,) * count, (1.0,) * count, (math.inf,) * count, known)
 
 
-def newly_lowered(before: Mapping[str, Score], after: Mapping[str, Score]) -> list[str]:
-    """Return the islands whose weight was lowered in two rounds in a row, and not in the round before these."""
-    return [n for n, score in after.items() if score.lowered == NOTED and before.get(n, Score()).lowered == NOTED - 1]
-
-
-def restored(before: Mapping[str, Score], after: Mapping[str, Score]) -> list[str]:
-    """Return the islands that have their whole weight again."""
-    return [n for n, score in before.items() if score.lowered >= NOTED and n in after and not after[n].lowered]
-
-
-def to_expel(before: Mapping[str, Score], after: Mapping[str, Score], rounds: int) -> list[str]:
-    """Return the islands whose weight has been lowered in `rounds` more rounds in a row; none if `rounds` is 0.
-
-    An island that the operator admits again has as many rounds to improve.
-    """
-    changed = [n for n, score in after.items() if rounds and score.lowered > before.get(n, Score()).lowered]
-    return [n for n in changed if after[n].lowered % rounds == 0]
-
-
 def _by_island(sent: Sequence[Sent]) -> dict[str, list[int]]:
     """Return the positions of each island's contributions, by name."""
     found: dict[str, list[int]] = {}

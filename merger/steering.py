@@ -17,7 +17,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Note
 from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import ReaderTransport
-from archipelago.merger.scores import Score, newly_lowered, restored, to_expel
+from archipelago.merger.scores import NOTED, Score
 from archipelago.merger.state import RunState
 
 EXPELLED = IN_WORDS[EXPEL]
@@ -77,20 +77,19 @@ class OperatorControls:
 
     def tell_of_scores(self, before: Mapping[str, Score], after: Mapping[str, Score]) -> None:
         """Note whose weight a round has lowered or restored, and expel those whom the run's rule expels."""
-        for island in newly_lowered(before, after):
-            found = after[island]
-            text = (
-                f"{island}: its contributions disagree with those of the others (score {found.value:.2f}, norm "
-                f"{found.norm:.1f} times the usual one), so its weight is lowered"
-            )
-            self._tell("lowered", text, logging.WARNING)
-        for island in restored(before, after):
-            self._tell("restored", f"{island}: its contributions agree with those of the others again")
-        for island in to_expel(before, after, self.config.merge.expel_after):
-            if not self._expel(island):
-                continue
-            text = f"{island}: its weight was lowered in {after[island].lowered} rounds in a row (merge.expel_after)"
-            self._tell("expelled", text, logging.WARNING)
+        for island, found in after.items():
+            was, rounds = before.get(island, Score()).lowered, self.config.merge.expel_after
+            if found.lowered == NOTED and was == NOTED - 1:
+                measured = f"score {found.value:.2f}, norm {found.norm:.1f} times the usual one"
+                what = f"its contributions disagree with those of the others ({measured}), so its weight is lowered"
+                self._tell("lowered", f"{island}: {what}")
+            if was >= NOTED and not found.lowered:
+                what = "its contributions agree with those of the others again"
+                self._tell("restored", f"{island}: {what}", logging.INFO)
+            # An island that the operator admits again has as many rounds to improve.
+            if rounds and found.lowered > was and found.lowered % rounds == 0 and self._expel(island):
+                text = f"its weight was lowered in {found.lowered} rounds in a row (merge.expel_after)"
+                self._tell("expelled", f"{island}: {text}")
 
     def tell_of_idle(self, idle: AbstractSet[str]) -> None:
         """Log and note that islands are live without counting."""
@@ -109,7 +108,7 @@ class OperatorControls:
                 log.warning("%s could not be expelled: %s", island, error.what, extra={"code": "scores.not-expelled"})
         return found
 
-    def _tell(self, kind: str, text: str, level: int = logging.INFO) -> None:
+    def _tell(self, kind: str, text: str, level: int = logging.WARNING) -> None:
         """Log a change of an island's weight, and note it."""
         log.log(level, "%s", text, extra={"code": f"scores.{kind}"})
         self.note(kind, text)

@@ -49,10 +49,7 @@ def claim(**changes: Any) -> Contribution:
 # -- contradictions --------------------------------------------------------------------------------------------------
 
 
-def test_impossible_claims_contradict_themselves_and_cannot_fill_the_counters() -> None:
-    found = claims.contradiction(claim(tokens=1 << 53, steps=1 << 30), CONFIG)
-    assert found is not None
-    assert found[0] == "tokens"
+def test_impossible_claims_cannot_fill_the_counters() -> None:
     assert claims.counted_tokens(claim(tokens=100), CONFIG) == 100
     assert claims.counted_tokens(claim(tokens=1 << 53), CONFIG) * 1_000_000 < 1 << 62
 
