@@ -38,7 +38,7 @@ class Heartbeat:
         refused: Contributions that were refused.
         last_refusal: The reason of the newest refusal.
         bytes_up: Bytes that were uploaded.
-        bytes_down: Bytes that were downloaded. The broker adds those of earlier incarnations of the island.
+        bytes_down: Bytes that were downloaded, restarts included.
         link: `ok`, or the last fault of the connection.
         data: The leased ranges of text, and how far each was read.
         optimizer_origin: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.

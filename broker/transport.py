@@ -140,118 +140,90 @@ class ReaderClient(Protocol):
 
     def instance(self) -> str:
         """Return an id that changes when the broker restarts and may have lost recent writes; it may be empty."""
-        ...
 
     def runs(self) -> list[str]:
         """Return the names of all runs of this broker."""
-        ...
 
     def manifest(self) -> Manifest:
         """Return the manifest. Raises UnknownRunError."""
-        ...
 
     def uid(self) -> str | None:
         """Return the uid in the run's manifest; None if there is no manifest, or it cannot be read."""
-        ...
 
     def last_event(self) -> str:
         """Return the id of the newest event, or START if there is none."""
-        ...
 
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         """Return events after that id, oldest first. Waits at most `block_seconds` for the first one."""
-        ...
 
     def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         """Return the newest full snapshot, never torn. Newer versions may exist: see `broker.wire`."""
-        ...
 
     def heads(self) -> list[Snapshot | None]:
         """Return the header of each fragment's newest version; None for one that cannot be read."""
-        ...
 
     def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
         """Return the payload that leads from the previous version to this one; None if it is gone."""
-        ...
 
     def presences(self) -> list[Presence]:
         """Return every island that sent a heartbeat during the last day, by name; of many silent ones, the newest."""
-        ...
 
     def unreadable(self) -> dict[str, str]:
         """Return the records that this connection could not read and skipped, each with the reason."""
-        ...
 
     def counters(self) -> Counters:
         """Return the run's counters. One that cannot be read is 0."""
-        ...
 
     def backlog(self) -> int:
         """Return how many published contributions are neither merged nor refused."""
-        ...
 
     def pending(self) -> Pending:
         """Return the number of these contributions, and the tokens of those that can be read."""
-        ...
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         """Return the resume position (pass, sequences read) of each started range of text."""
-        ...
 
     def tape(self, count: int) -> list[TapeEntry]:
         """Return the newest `count` rounds, oldest first."""
-        ...
 
     def evaluations(self) -> list[Evaluation]:
         """Return all evaluations, oldest first."""
-        ...
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
         """Append an evaluation."""
-        ...
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
         """Return the newest `count` refusals among the newest REFUSALS_AMONG events, oldest first.
 
         Each comes with its time in seconds of the broker's clock.
         """
-        ...
 
     def control(self) -> dict[str, str]:
         """Return the operator's requests as they were written; `broker.control` parses them."""
-        ...
 
     def steer(self, changes: Mapping[str, str]) -> None:
         """Change the operator's requests in one step. An empty value removes a field."""
-        ...
 
     def note(self, note: Note) -> None:
         """Append a note. The newest NOTES_KEPT remain, and of each island the newest NOTES_EACH."""
-        ...
 
     def notes(self, count: int) -> list[Note]:
         """Return the newest `count` notes, oldest first."""
-        ...
 
     def memory(self) -> Memory:
         """Return how much memory the broker uses."""
-        ...
 
     def merger_state(self) -> str:
         """Return the merger's state at the last commit as JSON; empty before the first one."""
-        ...
 
     def is_served(self) -> bool:
         """Return whether a merger holds the lease of the run."""
-        ...
 
     def merger_status(self) -> MergerStatus | None:
         """Return which merger serves the run now; None from a broker that does not record it, as in virtual time."""
-        ...
 
     def standbys(self) -> list[Standby]:
         """Return the mergers that wait for the lease, by name."""
-        ...
 
 
 class IslandClient(Protocol):
@@ -262,26 +234,18 @@ class IslandClient(Protocol):
 
         Publishing twice creates two entries, of which the merger merges one.
         """
-        ...
 
     def holds(self, entry: str) -> bool:
         """Return whether a published entry still waits: it was not merged, refused or lost in a crash."""
-        ...
 
     def look_around(self, island: str, claim: NameClaim | None) -> Around:
         """Return what an island must know before it writes. If the broker has lost its claim, it is written again."""
-        ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
-        """Replace the island's last heartbeat. Return whether a merger serves the run.
-
-        What earlier incarnations of the island have downloaded is added to `bytes_down`.
-        """
-        ...
+        """Replace the island's last heartbeat. Return whether a merger serves the run."""
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
         """Claim the name of an island, which ends the claim of any earlier process. Return the claim."""
-        ...
 
     def lease_range(self, ranges: Sequence[str], me: str, reading: Collection[str] = ()) -> ReadPosition | None:
         """Lease another range for `me` (island/incarnation), as `ranges.choose` selects it; None if all are leased.
@@ -290,11 +254,9 @@ class IslandClient(Protocol):
         while a contribution of the holder waits to be merged, because that may still move the cursor. An expelled
         island gets no lease.
         """
-        ...
 
     def leased(self, ranges: Sequence[str], me: str) -> frozenset[str]:
         """Return the ranges that `me` still holds. It loses a range when the pass ends or another island leases it."""
-        ...
 
     def lease_evaluation(self, me: str, seconds: float) -> bool:
         """Take or extend the lease on evaluating the run, for `me` (island/incarnation). 0 seconds ends it.
@@ -302,38 +264,30 @@ class IslandClient(Protocol):
         Returns:
             Whether `me` holds it now. At most one island does, until its lease expires.
         """
-        ...
 
     def register_corpus(self, name: str, digest: str) -> str:
         """Return the digest that the run has stored for this corpus. For a new name it stores this digest."""
-        ...
 
     def request_state(self, who: str) -> None:
         """Ask the other islands for inner optimiser state, for `who` (island/incarnation)."""
-        ...
 
     def open_requests(self, me: str = "") -> list[str]:
         """Return the live islands (island/incarnation) whose request no other island than `me` promised to answer."""
-        ...
 
     def promise_answer(self, who: str, giver: str) -> bool:
         """Promise that `giver` answers the request of `who`. Returns False if another island has promised it.
 
         A giver that missed the reply promises again.
         """
-        ...
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:
         """Send the answer to `who`. The broker keeps it for some minutes."""
-        ...
 
     def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
         """Return the answer to `who` if it has arrived. Raises WireError if it is damaged."""
-        ...
 
     def withdraw_request(self, who: str) -> None:
         """Delete the request of `who` and its answer."""
-        ...
 
 
 class ReaderTransport(Protocol):
@@ -364,22 +318,18 @@ class Transport(IslandTransport, MergerTransport, Protocol):
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         """Create the run, with version 0 of every fragment, in one transaction. Raises RunExistsError."""
-        ...
 
     def restore(self, image: Image) -> None:
         """Create the run from a checkpoint, in one transaction. Raises RunExistsError.
 
         Contributions that were pending are published again, and the counters balance.
         """
-        ...
 
     def mend_manifest(self, manifest: Manifest) -> bool:
         """Write the manifest of a run that has lost only its manifest. Return False if the run is not there at all."""
-        ...
 
     def close(self) -> None:
         """Close the connection."""
-        ...
 
 
 def refusal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from archipelago.broker.commits import START, Image
 from archipelago.broker.control import fields_in, heard_by, is_expelled
@@ -234,7 +234,6 @@ class MemoryIsland:
 
     def __init__(self, broker: MemoryState, run: str) -> None:
         self._broker, self._run = broker, run
-        self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         with self._broker.opened(self._run) as run:
@@ -254,10 +253,7 @@ class MemoryIsland:
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
         with self._broker.opened(self._run) as run:
-            before, _ = run.islands.get(heartbeat.island, (heartbeat, 0.0))
-            earlier = before.bytes_down if before.incarnation != heartbeat.incarnation else 0
-            down = heartbeat.bytes_down + self._downloaded.setdefault(heartbeat.incarnation, earlier)
-            run.islands[heartbeat.island] = (replace(heartbeat, bytes_down=down), self._broker.clock())
+            run.islands[heartbeat.island] = (heartbeat, self._broker.clock())
             return run.is_served(self._broker.clock())
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:

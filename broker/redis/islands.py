@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ from archipelago.broker.commits import entry_name, parse_entry
 from archipelago.broker.control import heard_by, is_expelled
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_raw, text_fields, to_fields
+from archipelago.broker.messages import Contribution, Handover, from_raw, text_fields, to_fields
 from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.ranges import ReadPosition, choose, holder_in
 from archipelago.broker.redis.administration import KnownMembers
@@ -19,7 +18,6 @@ from archipelago.broker.redis.connection import ATTEMPTS, DisturbedError
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.names import REMEMBER_SECONDS
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import count_in
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Around
 
@@ -42,7 +40,6 @@ class RedisIsland:
         connection = reader.connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stamps, self._signing = connection.stamps, connection.signing
-        self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)
@@ -88,7 +85,6 @@ class RedisIsland:
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
         key = self._keys.island(heartbeat.island)
-        heartbeat = replace(heartbeat, bytes_down=heartbeat.bytes_down + self._downloaded_before(heartbeat))
         signed = self._signing.signed("heartbeat", to_fields(heartbeat), stamp=self._stamps.next())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, mapping=signed)
@@ -96,16 +92,6 @@ class RedisIsland:
             pipe.sadd(self._keys.islands, heartbeat.island)
             pipe.exists(self._keys.lease)
             return bool(pipe.execute()[-1])
-
-    def _downloaded_before(self, heartbeat: Heartbeat) -> int:
-        """Return the bytes that earlier incarnations of the island have downloaded, as its last heartbeat says."""
-        if heartbeat.incarnation not in self._downloaded:
-            found: list[bytes | None] = [None, None]
-            with self._connection.forgiving(self._keys.island(heartbeat.island), "a hash"):
-                found = self._redis.hmget(self._keys.island(heartbeat.island), "incarnation", "bytes_down")
-            before = count_in(found[1]) if found[0] != heartbeat.incarnation.encode() else 0
-            self._downloaded[heartbeat.incarnation] = min(before, COUNT_MAX - heartbeat.bytes_down)
-        return self._downloaded[heartbeat.incarnation]
 
     # -- the name ---------------------------------------------------------------------------------------------------
 

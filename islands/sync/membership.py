@@ -7,6 +7,7 @@ and what it trains with.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import platform
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.control import require_welcome
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.manifest import Manifest
@@ -25,13 +27,17 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.sync.arguments import checked_counts, require_loss
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer, OwnStore
 from archipelago.islands.turn_log import MeasuredTurns, Pacer
+
+#: No call stands for more steps. A larger number is most likely the count of all steps so far.
+CALL_STEPS_MAX = 1 << 24
+#: The kinds of numpy's dtypes that a loss may have; V stands for bfloat16.
+_NUMBERS = "biufV"
 
 log = logging.getLogger(__name__)
 
@@ -287,3 +293,52 @@ class Membership(ABC):
             self._loop.link.pumps.stop()
         if self._transport is not None:
             self._transport.close()
+
+
+# -- what a script gives to `sync` ------------------------------------------------------------------------------------
+
+
+def checked_counts(steps: Any, tokens: Any) -> tuple[int, int]:
+    """Return the steps of a call and their tokens, at least one of each. Without tokens, each step is one.
+
+    Raises:
+        ConfigError: These are no numbers, or impossible ones (`loop.argument`).
+    """
+    try:
+        whole = operator.index(steps)
+        count = whole if tokens is None else _whole(tokens)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers gives any of these
+        whole, count = 0, 0
+    if not 1 <= whole <= CALL_STEPS_MAX or not 0 <= count <= whole * OWN_TOKENS_PER_STEP_MAX:
+        raise ConfigError(
+            f"steps={_shown(steps)} with tokens={_shown(tokens)} are impossible",
+            f"Give the steps since the last call, 1 to {CALL_STEPS_MAX:,}, and the tokens that they trained on, at "
+            f"most {OWN_TOKENS_PER_STEP_MAX:,} for each step.",
+            code="loop.argument",
+        )
+    return whole, max(count, 1)
+
+
+def _whole(tokens: Any) -> int:
+    if isinstance(tokens, str | bytes):
+        raise TypeError(tokens)
+    return int(tokens)
+
+
+def require_loss(loss: Any) -> None:
+    """Raise ConfigError (`loop.argument`) unless this is a number, an array of numbers that is not empty, or None."""
+    if loss is None or isinstance(loss, int | float):
+        return
+    dtype = getattr(loss, "dtype", None)
+    is_number = hasattr(loss, "__array__") if dtype is None else getattr(dtype, "kind", "?") in _NUMBERS
+    if not is_number or getattr(loss, "size", 1) == 0:
+        raise ConfigError(
+            f"loss={_shown(loss)} is not a number",
+            "Give the loss of these steps: a number, or an array or tensor of numbers, or leave it out.",
+            code="loop.argument",
+        )
+
+
+def _shown(value: Any) -> str:
+    """Return a value in words. An array is not read, because a device may still compute it."""
+    return repr(value)[:60] if isinstance(value, int | float | complex | str | None) else f"a {type(value).__name__}"

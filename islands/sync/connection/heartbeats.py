@@ -191,7 +191,7 @@ class Heartbeats:
         beat = replace(self.first, unreadable=unreadable)
         for before in (presence.heartbeat for presence in self._transport.reader.presences()):
             if before.island == self.name:  # an earlier incarnation, whose totals stay
-                beat = replace(beat, steps=before.steps, tokens=before.tokens)
+                beat = replace(beat, steps=before.steps, tokens=before.tokens, bytes_down=before.bytes_down)
         for transport, _ in self._shards:
             transport.island.heartbeat(beat)
 

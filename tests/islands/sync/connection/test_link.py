@@ -28,13 +28,14 @@ def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harnes
 
 def test_an_island_tells_the_mergers_what_it_cannot_read_while_it_joins(harness: Harness) -> None:
     link, lost = harness.new_link(), harness.stored.fragments.pop(0)
-    harness.transport.island.heartbeat(samples.heartbeat("a", incarnation="before", steps=70))
+    harness.transport.island.heartbeat(samples.heartbeat("a", incarnation="before", steps=70, bytes_down=9))
     for _ in range(2):
         with failing(WireError, "wire.fragment"):
             link.join()
     (presence,) = harness.transport.reader.presences()
     assert presence.is_live and presence.unreadable == {0} and presence.heartbeat.incarnation == "x"
-    assert presence.heartbeat.steps == 70, "the totals of earlier incarnations stay"
+    beat = presence.heartbeat
+    assert (beat.steps, beat.bytes_down) == (70, 9), "the totals of earlier incarnations stay"
     harness.stored.fragments[0] = lost
     assert [arrival.snapshot.fragment for arrival in link.join()] == [0, 1]
     assert harness.faulty.calls["fragment"] == 4, "what was read is not read again"
