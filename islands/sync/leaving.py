@@ -11,12 +11,20 @@ import signal
 import threading
 from types import FrameType
 
+from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError
+from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.islands.sync.participant import Participant
 
 log = logging.getLogger(__name__)
 
 
+FLUSH_SECONDS = 10.0
+FAREWELL_SECONDS = 2.0
+#: At the end of the run, an island waits this long for the merger to merge its last contributions.
+MERGED_SECONDS = 10.0
+#: The kinds of notes about what an operator asked for.
+KINDS = {DRAIN: "drained", EXPEL: "expelled"}
 #: The exit status of a process that SIGTERM has ended.
 TERMINATED = 128 + signal.SIGTERM
 
@@ -85,23 +93,84 @@ def frozen_fault(loop: Participant) -> ConfigError | None:
 
 
 def leave_cleanly(loop: Participant) -> str:
-    """Send all progress and leave. Parameters that went into a later step are not there any more.
+    """Send all progress and leave, and say in the log why, and what was lost.
+
+    Parameters that went into a later step are not there any more.
 
     Returns:
         `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
     """
-    if loop.parameters.are_there():
-        state = loop.end()
-    else:
+    state = "done" if loop.finished else "left"
+    if state == "left" and loop.must_leave:
+        log.warning("leaves: %s", leave_reason(loop)[1])
+    if not loop.parameters.are_there():
         log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
-        loop.give_up(*loop.leave_reason())
+        give_up(loop, *leave_reason(loop))
         state = "left"
+    elif not leave(loop, state):
+        log.warning("the broker did not take %s contributions", loop.link.backlog)
+    if loop.link.heartbeats.is_replaced:
+        state = "replaced"
     log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")
     return state
+
+
+def leave(loop: Participant, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
+    """Send all progress and announce the departure. Return whether the broker received everything.
+
+    At the end of the run, it first waits for a while until its last contributions are merged, so that the run's
+    parameters have them when a script goes on. An island whose name was taken over only writes a note, because its
+    heartbeats are those of another process.
+    """
+    is_replaced, is_sent = loop.link.heartbeats.is_replaced, True
+    if not is_replaced:
+        loop.beat("leaving")
+        for number in loop.ledger.farewells():
+            loop.send(number, farewell=True)
+        is_sent = loop.link.drain(flush_seconds)
+        if is_sent and loop.finished:
+            _await_merge(loop, min(MERGED_SECONDS, flush_seconds))
+    last_state, seconds = "left" if is_replaced else state, min(FAREWELL_SECONDS, flush_seconds)
+    return give_up(loop, *leave_reason(loop), last_state, seconds) and is_sent
+
+
+def _await_merge(loop: Participant, seconds: float) -> None:
+    """Wait for the merger, and say what the run's parameters lack."""
+    if left := loop.link.await_decisions(seconds):
+        log.warning(
+            "the last %s contributions of this island are not merged yet, so the run's parameters lack them. Redis "
+            "keeps them for its merger", left, extra={"code": "island.not-merged"},
+        )  # fmt: skip
+    log.info("each fragment had %.1f syncs", syncs := loop.link.heard_round / len(loop.ledger.counts))
+    warn_of_few_syncs(log, syncs)
+
+
+def leave_reason(loop: Participant) -> tuple[str, str]:
+    """Return why the island leaves, as a note's kind and text."""
+    if loop.link.heartbeats.is_replaced:
+        return "replaced", "a newer process has this island's name"
+    if loop.finished:
+        return "left", "the run is at its end"
+    request = loop.link.heartbeats.request
+    if request:
+        return KINDS[request], IN_WORDS[request]
+    if loop.is_stranded:
+        return "left", (
+            f"no merger served the run while it made {loop.unserved_steps:,} steps, as many as the whole run has. "
+            "Its work waits in Redis: start a merger, and then the island again"
+        )
+    return "left", "it was stopped"
 
 
 def leave_after(loop: Participant, error: BaseException) -> None:
     """Say why the island leaves, and send nothing more, because its parameters may be broken."""
     reason = error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}: {error}"
     log.warning("leaves without sending its newest progress: %s", reason)
-    loop.give_up("diverged" if isinstance(error, DivergedError) else "left", reason)
+    give_up(loop, "diverged" if isinstance(error, DivergedError) else "left", reason)
+
+
+def give_up(loop: Participant, kind: str, reason: str, state: str = "left", seconds: float = FAREWELL_SECONDS) -> bool:
+    """Announce the departure with a note of that kind, without sending any progress. Return whether it was sent."""
+    loop.link.heartbeats.note(kind, f"after {loop.totals.steps:,} steps: {reason}")
+    loop.beat(state)  # wakes the thread that sends the note
+    return loop.link.drain(seconds)

@@ -1,4 +1,4 @@
-"""One island of one run, for any training loop: what the loop does between two steps, and how it leaves.
+"""One island of one run, for any training loop: what the loop does between two steps.
 
 It knows the island's ledger, link and replica, and no model, no data and no optimiser. It does not import JAX: the
 parameters, and the replica that measures and adopts them, belong to the framework of the loop.
@@ -15,11 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Marker, Resume
-from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.presence import Heartbeat
 from archipelago.islands.sync.adoption import AnyReplica, Parameters, Ranges, not_finite
 from archipelago.islands.sync.connection.inbox import Arrival
@@ -29,10 +27,6 @@ from archipelago.islands.sync.ledger import Ledger
 from archipelago.islands.sync.measures import Losses, MemoryMeter, Speed, Totals, averaged
 from archipelago.islands.sync.recovery import OptimizerAccess, StateForPeer
 
-FLUSH_SECONDS = 10.0
-FAREWELL_SECONDS = 2.0
-#: At the end of the run, an island waits this long for the merger to merge its last contributions.
-MERGED_SECONDS = 10.0
 #: An island that no merger serves leaves after as many steps as the run has, and no sooner than after this time.
 STRANDED_SECONDS = 60.0
 
@@ -48,7 +42,7 @@ class Host:
 
 
 class Participant:
-    """One island of one run. The loop calls `turn` after its steps, then `leave`.
+    """One island of one run. The loop calls `turn` after its steps, and leaves at the end (`leaving`).
 
     Attributes:
         optimizer_origin: The origin of the inner optimiser's state, in words.
@@ -57,6 +51,7 @@ class Participant:
         tokens_per_step: The tokens of an inner step, for display.
         run_steps: The length of the run for the learning rate's schedule. It follows the operator's at the next
             boundary.
+        unserved_steps: The steps that the island has made since it knows of no merger.
     """
 
     def __init__(
@@ -81,11 +76,11 @@ class Participant:
         Args:
             name: The island's name.
             manifest: The run.
-            link: The connection to the broker.
+            link: The connection to the broker, which has joined.
             replica: Measures and adopts the parameters.
             parameters: The parameters of the loop.
             arrivals: One snapshot of every fragment.
-            host: The machine.
+            host: What the island says about its machine.
             optimizer: The state of the loop's optimiser. Without it, no peer gives such state or gets it.
             clock: Monotonic seconds.
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
@@ -114,7 +109,7 @@ class Participant:
         self._thin = config.thin
         self._payload_sizes = [codec(config.wire.up).encoded_size(elements) for elements in manifest.sizes]
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
-        self._unserved_steps = 0
+        self.unserved_steps = 0
         self._marker = 0  # the last checkpoint that a merger has announced
         self._arrivals: dict[int, Arrival] = {}  # those that arrived, until they are adopted
         self._has_joined = False
@@ -139,7 +134,7 @@ class Participant:
     def is_stranded(self) -> bool:
         """True if no merger came while the island made as many steps as the run has. Redis keeps what it then sends."""
         has_time = self.link.heartbeats.serving.away_seconds >= STRANDED_SECONDS and not self.link.pumps.trouble
-        return has_time and self._unserved_steps >= self.link.heartbeats.run_steps
+        return has_time and self.unserved_steps >= self.link.heartbeats.run_steps
 
     @property
     def is_held(self) -> bool:
@@ -173,7 +168,7 @@ class Participant:
     def count(self, steps: int, tokens: int, loss: Any) -> None:
         """Count steps of the loop, as the first half of `turn`. While the schedule is held, its clock stands still."""
         self.ledger.stepped(steps, tokens, is_held=self.is_held)
-        self._unserved_steps = self._unserved_steps + steps if self.link.heartbeats.serving.is_served is False else 0
+        self.unserved_steps = self.unserved_steps + steps if self.link.heartbeats.serving.is_served is False else 0
         self.totals.steps += steps
         self.totals.tokens += tokens
         now = self.clock()
@@ -197,7 +192,7 @@ class Participant:
         self._process_news()
         blocked = self.link.blocked_shards  # a longer queue stretches the interval
         while (number := self.ledger.due(blocked)) is not None:
-            self._send(number, farewell=False)
+            self.send(number)
         if self._is_check_due() and (found := self.parameters.not_finite()):
             raise not_finite(found, found)
         if self._ranges is not None:
@@ -269,7 +264,8 @@ class Participant:
         if (leaves := self.optimizer.present()) is not None:
             self.link.hand_over(StateForPeer(who, leaves, self.ledger.global_step))
 
-    def _send(self, number: int, farewell: bool) -> None:
+    def send(self, number: int, *, farewell: bool = False) -> None:
+        """Measure and queue the contribution to a round. With `farewell`, it does not open the round."""
         shard, p = self.ledger.place(number)
         count, name = self.ledger.counts[p], self._codec(p)
         self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval)
@@ -356,69 +352,3 @@ class Participant:
             device_memory_bytes=memory.device,
             device_memory_limit_bytes=memory.device_limit,
         )
-
-    # -- leaving ------------------------------------------------------------------------------------------------------
-
-    def end(self) -> str:
-        """Leave, and say in the log why, and what was lost.
-
-        Returns:
-            `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
-        """
-        state = "done" if self.finished else "left"
-        if state == "left" and self.must_leave:
-            log.warning("leaves: %s", self.leave_reason()[1])
-        if not self.leave(state):
-            log.warning("the broker did not take %s contributions", self.link.backlog)
-        return "replaced" if self.link.heartbeats.is_replaced else state
-
-    def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
-        """Send all progress and announce the departure. Return whether the broker received everything.
-
-        At the end of the run, it first waits for a while until its last contributions are merged, so that the run's
-        parameters have them when a script goes on. An island whose name was taken over only writes a note, because its
-        heartbeats are those of another process.
-        """
-        is_replaced, is_sent = self.link.heartbeats.is_replaced, True
-        if not is_replaced:
-            self.beat("leaving")
-            for number in self.ledger.farewells():
-                self._send(number, farewell=True)
-            is_sent = self.link.drain(flush_seconds)
-            if is_sent and self.finished:
-                self._await_merge(min(MERGED_SECONDS, flush_seconds))
-        last_state, seconds = "left" if is_replaced else state, min(FAREWELL_SECONDS, flush_seconds)
-        return self.give_up(*self.leave_reason(), last_state, seconds) and is_sent
-
-    def _await_merge(self, seconds: float) -> None:
-        """Wait for the merger, and say what the run's parameters lack."""
-        if left := self.link.await_decisions(seconds):
-            log.warning(
-                "the last %s contributions of this island are not merged yet, so the run's parameters lack them. Redis "
-                "keeps them for its merger", left, extra={"code": "island.not-merged"},
-            )  # fmt: skip
-        log.info("each fragment had %.1f syncs", syncs := self.link.heard_round / len(self.ledger.counts))
-        warn_of_few_syncs(log, syncs)
-
-    def leave_reason(self) -> tuple[str, str]:
-        """Return why the island leaves, as a note's kind and text."""
-        if self.link.heartbeats.is_replaced:
-            return "replaced", "a newer process has this island's name"
-        if self.finished:
-            return "left", "the run is at its end"
-        kinds = {DRAIN: "drained", EXPEL: "expelled"}
-        request = self.link.heartbeats.request
-        if request in kinds:
-            return kinds[request], IN_WORDS[request]
-        if self.is_stranded:
-            return "left", (
-                f"no merger served the run while it made {self._unserved_steps:,} steps, as many as the whole run has. "
-                "Its work waits in Redis: start a merger, and then the island again"
-            )
-        return "left", "it was stopped"
-
-    def give_up(self, kind: str, reason: str, state: str = "left", seconds: float = FAREWELL_SECONDS) -> bool:
-        """Announce the departure with a note of that kind, without sending any progress. Return whether it was sent."""
-        self.link.heartbeats.note(kind, f"after {self.totals.steps:,} steps: {reason}")
-        self.beat(state)  # wakes the thread that sends the note
-        return self.link.drain(seconds)

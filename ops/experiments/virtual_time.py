@@ -24,6 +24,7 @@ from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.leaving import leave
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import first_snapshots
@@ -198,7 +199,7 @@ class VirtualRun:
         """Let an island leave as on SIGTERM (with a farewell), or vanish as on SIGKILL."""
         island = self.islands.pop(name)
         if farewell:
-            island.leave(flush_seconds=0.0)
+            leave(island, flush_seconds=0.0)
             island.link.pump()
             self.turn()
 

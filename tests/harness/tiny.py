@@ -18,6 +18,7 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import Model, Params
+from archipelago.islands.sync.leaving import leave
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness.played import Connect, PlayedRun
@@ -99,7 +100,7 @@ class TinyRun(PlayedRun):
 
     def depart(self, island: Island, state: str = "left") -> None:
         """Let an island leave, and the merger process its contributions."""
-        island.leave(state, flush_seconds=0.0)
+        leave(island, state, flush_seconds=0.0)
         island.link.pump()
         self.merger.turn(0.0)
 

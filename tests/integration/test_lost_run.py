@@ -13,6 +13,7 @@ from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import refusal
 from archipelago.islands.sync.connection.outbox import KEPT_MIN
+from archipelago.islands.sync.leaving import leave
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
 from archipelago.merger.executor import at_once
@@ -147,7 +148,7 @@ def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) ->
     assert view.tokens_lost > 0
     lost_steps = view.tokens_lost / tiny.CONFIG.tokens_per_step
     assert lost_steps <= steps_back - sent_again + 4, "the newest contributions are sent again"
-    lost.trained.leave("left", flush_seconds=0.0)
+    leave(lost.trained, "left", flush_seconds=0.0)
     lost.trained.link.pump()
     lost.merger.turn(0.0)
     left = lost.accounts()

@@ -10,6 +10,7 @@ import pytest
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
 from archipelago.broker.messages import Note
+from archipelago.islands.sync.leaving import leave_cleanly
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.harness import tiny
@@ -46,7 +47,7 @@ def test_an_island_leaves_when_it_reads_the_request_and_an_excluded_name_cannot_
     assert requests == [False, True, True], "the first request is for another island, and the second one holds"
     steps = island.totals.steps
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
-    assert island.end() == "left"
+    assert leave_cleanly(island) == "left"
     assert island.totals.steps == steps
     run.transport.reader.steer({"island.c": action})
     with failing(ConfigError, "control.unwelcome"):

@@ -15,7 +15,7 @@ from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.outbox import Draft
-from archipelago.islands.sync.leaving import leave_after
+from archipelago.islands.sync.leaving import leave_after, leave_reason
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.sync.measures import Uplink
 from archipelago.islands.worker import Island
@@ -120,7 +120,7 @@ def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
     leaves = [island.must_leave]
     alone(run, island, 40)  # as many as the whole run has
     leaves.append(island.must_leave)
-    assert "no merger" in island.leave_reason()[1]
+    assert "no merger" in leave_reason(island)[1]
     assert run.transport.reader.presences()[0].heartbeat.link != "ok"
     assert run.merger.acquire()
     run.merger.load()

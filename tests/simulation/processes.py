@@ -14,6 +14,7 @@ from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
+from archipelago.islands.sync.leaving import leave
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
 from archipelago.merger.executor import at_once
@@ -176,7 +177,7 @@ class IslandProcess(Process):
         simulation, island = self.simulation, self.island
         self._pump()
         if self.must_leave or island.must_leave or (simulation.faults and simulation.happens(0.01)):
-            island.leave(flush_seconds=0.0)
+            leave(island, flush_seconds=0.0)
             self._pump()
             self.store.finish(island)
             raise Crash("it left")

@@ -112,7 +112,7 @@ class Heartbeats:
         wall: Callable[[], float],
         changed: threading.Condition,
     ) -> None:
-        """Start without a name.
+        """Start without a claim to the name.
 
         Args:
             transport: The connection to the run.
@@ -120,8 +120,7 @@ class Heartbeats:
             manifest: The run.
             who: The island and its incarnation, `NAME/INCARNATION`.
             uplink: Measures the round trip.
-            clock: Monotonic seconds.
-            wall: Seconds of the wall clock, for notes.
+            clock, wall: Monotonic seconds, and those of the wall clock for notes.
             changed: Notified each time a shard was told.
         """
         self._transport, self._shards, self._manifest = transport, shards, manifest

@@ -74,12 +74,7 @@ class Inbox:
     ) -> None:
         """Create an inbox without a position in the stream, which `join` sets.
 
-        Args:
-            transport: Where events and fragments are read.
-            manifest: The run or the shard.
-            outbox: Forgets each contribution that was merged or refused.
-            uplink: Counts what arrives, and measures the download rate.
-            clock: Monotonic seconds.
+        The manifest is that of the run or of a shard. The outbox is told which contributions were merged or refused.
         """
         self._reader, self._manifest, self._outbox = transport.reader, manifest, outbox
         self._uplink, self._clock = uplink, clock

@@ -17,13 +17,7 @@ class IslandLeases:
     """Leases of one island. The training thread takes and holds ranges, the heartbeat thread renews the leases."""
 
     def __init__(self, transport: IslandTransport, who: str, ranges: Sequence[str]) -> None:
-        """Start without a lease.
-
-        Args:
-            transport: Where ranges are leased.
-            who: The island and its incarnation.
-            ranges: All ranges that the island may read, in its order of preference.
-        """
+        """Start without a lease. `ranges` are those that the island may read, in its order of preference."""
         self._transport = transport
         self._who = who
         self.ranges = list(ranges)

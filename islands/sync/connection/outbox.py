@@ -92,12 +92,8 @@ class Outbox:
     ) -> None:
         """Create an empty outbox.
 
-        Args:
-            transport: Where contributions are published.
-            wire: The run's settings for payloads.
-            uplink: Measures of this island's link; they decide whether compression pays.
-            clock: Monotonic seconds.
-            changed: Notified each time a contribution has left the queue, or was decided about.
+        The measures of the link decide whether compression pays. `changed` is notified when a contribution has left
+        the queue, or was decided about.
         """
         self._transport, self._wire, self._uplink, self._clock = transport, wire, uplink, clock
         self._changed = changed

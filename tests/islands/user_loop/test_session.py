@@ -21,7 +21,7 @@ from archipelago.broker.errors import ConfigError, DivergedError, MismatchError,
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
-from archipelago.islands.sync import participant
+from archipelago.islands.sync import leaving
 from archipelago.islands.sync.membership import CALL_STEPS_MAX
 from tests.conftest import Until
 from tests.failing import failing
@@ -238,7 +238,7 @@ def test_an_island_stays_until_the_last_contributions_of_the_run_are_merged(
     assert "run.few-syncs" in codes()
     assert "island.not-merged" not in codes()
     assert create(url, "unserved", tree(), sync=SYNC, steps=8)
-    monkeypatch.setattr(participant, "MERGED_SECONDS", 0.1)
+    monkeypatch.setattr(leaving, "MERGED_SECONDS", 0.1)
     with join(url, "unserved", tree(), island="a") as run:
         with served(url, "unserved"):
             train(run)

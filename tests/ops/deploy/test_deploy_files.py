@@ -18,7 +18,7 @@ import yaml
 from archipelago.broker.machine import free_port
 from archipelago.broker.observe.metrics import ALIVE, READY
 from archipelago.broker.process import LEAVE_SECONDS, OUTAGE
-from archipelago.islands.sync.participant import FAREWELL_SECONDS, FLUSH_SECONDS
+from archipelago.islands.sync.leaving import FAREWELL_SECONDS, FLUSH_SECONDS
 from archipelago.ops.launch.embedded_redis import find_program
 from tests.test_documents import require_parsable
 

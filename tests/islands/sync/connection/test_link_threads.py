@@ -16,6 +16,7 @@ from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
+from archipelago.islands.sync.leaving import leave, leave_cleanly
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 from tests import samples
@@ -227,7 +228,7 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
         return all(count.version >= 3 for count in island.ledger.counts)
 
     until(adopted, "three versions of every fragment")
-    assert at_once(lambda: island.leave())
+    assert at_once(lambda: leave(island))
     merger.turn(0.0)
     counters = tiny_harness.transport.reader.counters()
     assert counters.published == counters.merged == island.link.uplink.contributions >= 6
@@ -244,7 +245,7 @@ def test_an_island_whose_name_was_taken_over_leaves(tiny_harness: Harness) -> No
     island.link.pump()
     assert island.must_leave
     island.link.pumps.start()
-    assert island.end() == "replaced"
+    assert leave_cleanly(island) == "replaced"
     island.link.pumps.stop()
     assert tiny_harness.transport.reader.notes(1)[0].kind == "replaced"
     assert "a" not in {p.heartbeat.island for p in tiny_harness.transport.reader.presences() if not p.is_live}
