@@ -250,7 +250,7 @@ class VirtualRun:
             return
         link.pump_receive()
         link.pump_heartbeat()
-        link.giver.pump()
+        link.pump_handovers()
         if link.backlog and island not in self._on_its_way:
             self._on_its_way.add(island)
             self._plan(self.clock.now + seconds, island, self._arrive)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from archipelago.broker import machine
 from archipelago.broker.control import DRAIN, EXPEL, island_field, require_welcome, run_steps
@@ -24,6 +25,7 @@ from archipelago.broker.presence import Heartbeat, NameClaim
 from archipelago.broker.transport import IslandTransport, ReaderClient, refusal
 from archipelago.islands.sync.connection.checks import require_same_run
 from archipelago.islands.sync.connection.inbox import Inbox
+from archipelago.islands.sync.connection.outbox import Outbox
 from archipelago.islands.sync.measures import Uplink
 
 #: What a heartbeat says may be this old when it is sent. So an island of short steps need not describe itself at each.
@@ -85,6 +87,15 @@ class Serving:
         )
 
 
+class Channel(NamedTuple):
+    """What one island sends to one shard, and what it gets from there."""
+
+    shard: int
+    transport: IslandTransport
+    outbox: Outbox
+    inbox: Inbox
+
+
 class Heartbeats:
     """The heartbeats and notes of one island.
 
@@ -104,7 +115,7 @@ class Heartbeats:
     def __init__(
         self,
         transport: IslandTransport,
-        shards: Sequence[tuple[IslandTransport, Inbox]],
+        channels: Sequence[Channel],
         manifest: Manifest,
         who: str,
         uplink: Uplink,
@@ -116,14 +127,14 @@ class Heartbeats:
 
         Args:
             transport: The connection to the run.
-            shards: The connection to each shard, and what arrives from there.
+            channels: What it sends to each shard, and what it gets from there.
             manifest: The run.
             who: The island and its incarnation, `NAME/INCARNATION`.
             uplink: Measures the round trip.
             clock, wall: Monotonic seconds, and those of the wall clock for notes.
             changed: Notified each time a shard was told.
         """
-        self._transport, self._shards, self._manifest = transport, shards, manifest
+        self._transport, self._channels, self._manifest = transport, channels, manifest
         self._uplink, self._clock, self._wall, self._changed = uplink, clock, wall, changed
         self.name, _, incarnation = who.partition("/")
         host, pid = platform.node()[:200], os.getpid()
@@ -135,8 +146,8 @@ class Heartbeats:
         self.run_steps = manifest.config.inner.steps
         self.serving = Serving(transport.reader, manifest.run, clock)
         self._claim: NameClaim | None = None
-        self._told: list[Heartbeat | None] = [None] * len(shards)
-        self._served = [False] * len(shards)
+        self._told: list[Heartbeat | None] = [None] * len(channels)
+        self._served = [False] * len(channels)
         self._notes: deque[Note] = deque()
 
     # -- the training thread's side -----------------------------------------------------------------------------------
@@ -156,6 +167,12 @@ class Heartbeats:
     def note(self, kind: str, text: str) -> None:
         """Queue a note about the island. It is sent with the next heartbeat."""
         self._notes.append(Note(self._wall(), self.name, kind, text[:NOTE_MAX]))
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the island has its name, and is joining or training."""
+        is_here = self.newest is not None and self.newest.state in ("joining", "training")
+        return is_here and not (self.is_replaced or self.is_stalled)
 
     @property
     def is_told(self) -> bool:
@@ -180,7 +197,7 @@ class Heartbeats:
         """Note whether the run is served when the island has joined it."""
         if self.name:
             is_served = self._transport.reader.is_served()
-            self._served = [is_served] * len(self._shards)
+            self._served = [is_served] * len(self._channels)
             self.serving.heard(is_served=is_served, is_over=self._is_over)
 
     def tell_unreadable(self, unreadable: str) -> None:
@@ -191,8 +208,8 @@ class Heartbeats:
         for before in (presence.heartbeat for presence in self._transport.reader.presences()):
             if before.island == self.name:  # an earlier incarnation, whose totals stay
                 beat = replace(beat, steps=before.steps, tokens=before.tokens, bytes_down=before.bytes_down)
-        for transport, _ in self._shards:
-            transport.island.heartbeat(beat)
+        for channel in self._channels:
+            channel.transport.island.heartbeat(beat)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +218,7 @@ class Heartbeats:
         beat = self.newest
         if beat is not None and not (self.is_replaced or self.is_stalled):
             try:
-                self._served[shard] = self._shards[shard][0].island.heartbeat(beat)
+                self._served[shard] = self._channels[shard].transport.island.heartbeat(beat)
             except BrokerError as error:
                 self._served[shard] = False
                 log.debug("shard %s did not take the heartbeat: %s", shard, error.what)
@@ -220,6 +237,8 @@ class Heartbeats:
         found = self._transport.island.look_around(self.name, self._claim)
         self.is_replaced = self.is_replaced or found.claim != self._claim
         if self.is_replaced:  # nothing else may be written under the name
+            for channel in self._channels:
+                channel.outbox.is_closed = True
             self._send_notes()
             self._note_told(0, beat)
             return
@@ -251,12 +270,12 @@ class Heartbeats:
     @property
     def _is_over(self) -> bool:
         """Whether all steps of the run are made, as far as this island knows."""
-        return max(inbox.step for _, inbox in self._shards) >= self.run_steps
+        return max(channel.inbox.step for channel in self._channels) >= self.run_steps
 
     def _set_run_steps(self, requests: Mapping[str, str]) -> None:
         self.run_steps = run_steps(self._manifest.config, requests, self.run_steps)
-        for _, inbox in self._shards:
-            inbox.run_steps = self.run_steps
+        for channel in self._channels:
+            channel.inbox.run_steps = self.run_steps
 
     def _note_told(self, shard: int, beat: Heartbeat | None) -> None:
         with self._changed:

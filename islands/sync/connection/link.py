@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest
@@ -23,7 +22,7 @@ from archipelago.broker.presence import Heartbeat
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.sync.connection.heartbeats import Heartbeats
+from archipelago.islands.sync.connection.heartbeats import Channel, Heartbeats
 from archipelago.islands.sync.connection.inbox import Arrival, Inbox
 from archipelago.islands.sync.connection.leases import IslandLeases
 from archipelago.islands.sync.connection.outbox import Draft, Outbox
@@ -33,6 +32,8 @@ from archipelago.islands.sync.recovery import Giver, StateForPeer
 
 BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
+#: How often an island looks for newcomers. They wait for its answer.
+HELP_SECONDS = 0.5
 #: How many fragments that cannot be read a heartbeat names.
 UNREADABLE_TOLD = 64
 #: Under this name, a run registers the number of the shards of its task's data.
@@ -54,15 +55,6 @@ class News:
     events: list[tuple[int, Event]]
     arrivals: list[Arrival]
     asked_by: list[str]
-
-
-class Channel(NamedTuple):
-    """What one island sends to one shard, and what it gets from there."""
-
-    shard: int
-    transport: IslandTransport
-    outbox: Outbox
-    inbox: Inbox
 
 
 class Link:
@@ -99,25 +91,25 @@ class Link:
         self.uplink = Uplink()
         self._changed = threading.Condition()
         self.channels = [self._channel(shard, each) for shard, each in enumerate(shards_of(transport))]
-        shards = [(channel.transport, channel.inbox) for channel in self.channels]
-        self.heartbeats = Heartbeats(transport, shards, manifest, who, self.uplink, clock, wall, self._changed)
+        self.heartbeats = Heartbeats(transport, self.channels, manifest, who, self.uplink, clock, wall, self._changed)
         self._shard_of = [manifest.shard_layout.shard_of(p + 1) for p in range(len(manifest.fragments))]
         self.leases = IslandLeases(transport, who, ranges)
         self.giver = Giver(transport, who)
-        self._sending = [Pump(_named("send", channel), partial(self._publish, channel)) for channel in self.channels]
+        self._sending = [Pump(_named("send", channel), channel.outbox.pump) for channel in self.channels]
         receiving = [
-            Pump(_named("receive", channel), partial(self._receive, channel, 0.0),
-                 patient_work=partial(self._receive, channel, BLOCK_SECONDS))
+            Pump(
+                _named("receive", channel), channel.inbox.pump, patient_work=partial(channel.inbox.pump, BLOCK_SECONDS)
+            )
             for channel in self.channels
-        ]  # fmt: skip
+        ]
         self._beating = Pump("heartbeat", self._beat, wait_seconds=HEARTBEAT_SECONDS)
         self._telling = [
             Pump(_named("heartbeat", channel), partial(self.heartbeats.tell, channel.shard), HEARTBEAT_SECONDS)
             for channel in self.channels[1:]
         ]
-        self._handing_over = Pump("handovers", self.giver.pump)
+        self._helping = Pump("handovers", self.pump_handovers, wait_seconds=HELP_SECONDS)
         pumps = [pump for pair in zip(self._sending, receiving, strict=True) for pump in pair]
-        self.pumps = Pumps([*pumps, *self._telling, self._beating, self._handing_over], self._changed)
+        self.pumps = Pumps([*pumps, *self._telling, self._beating, self._helping], self._changed)
 
     def _channel(self, shard: int, transport: IslandTransport) -> Channel:
         outbox = Outbox(transport, self.manifest.config.wire, self.uplink, self.clock, self._changed)
@@ -186,7 +178,7 @@ class Link:
     def hand_over(self, state: StateForPeer) -> None:
         """Queue inner optimiser state for a newcomer."""
         self.giver.hand_over(state)
-        self._handing_over.wake.set()
+        self._helping.wake.set()
 
     def lease(self, *, asks: bool = False) -> ReadPosition | None:
         """Return the next leased range, if any; `asks` waits for the broker. The heartbeat thread leases another."""
@@ -243,21 +235,10 @@ class Link:
 
     # -- pumps --------------------------------------------------------------------------------------------------------
 
-    def _publish(self, channel: Channel) -> None:
-        """Publish everything queued, unless the name was taken over."""
-        if not self.heartbeats.is_replaced:
-            channel.outbox.pump()
-
-    def pump_receive(self, block_seconds: float = 0.0) -> None:
+    def pump_receive(self) -> None:
         """Receive events and snapshots."""
         for channel in self.channels:
-            self._receive(channel, block_seconds)
-
-    def _receive(self, channel: Channel, block_seconds: float) -> None:
-        """Receive from one shard. Look for newcomers here too, because heartbeats are less frequent."""
-        channel.inbox.pump(block_seconds)
-        if channel.shard == 0:
-            self._offer_help()
+            channel.inbox.pump()
 
     def pump_heartbeat(self) -> None:
         """Send the heartbeat to all shards and the notes, and renew leases."""
@@ -266,19 +247,16 @@ class Link:
         self._beat()
 
     def _beat(self) -> None:
-        beats = self.heartbeats
-        beats.beat()
-        if beats.newest is None or beats.is_replaced or beats.is_stalled:
-            return
-        if beats.newest.state in ("joining", "training") and self.leases.is_used:
+        self.heartbeats.beat()
+        if self.leases.is_used and self.heartbeats.is_heard:
             self.leases.pump()
-        self._offer_help()
 
-    def _offer_help(self) -> None:
+    def pump_handovers(self) -> None:
+        """Look for newcomers who ask for inner optimiser state, and hand it over to those who were promised it."""
         beats = self.heartbeats
-        is_training = beats.newest is not None and beats.newest.state == "training"
-        if self.giver.is_willing and is_training and not (beats.is_replaced or beats.is_stalled):
+        if self.giver.is_willing and beats.is_heard and beats.newest is not None and beats.newest.state == "training":
             self.giver.offer()
+        self.giver.pump()
 
     def pump(self) -> None:
         """Run each pump once in the calling thread."""

@@ -97,6 +97,8 @@ class Outbox:
         """
         self._transport, self._wire, self._uplink, self._clock = transport, wire, uplink, clock
         self._changed = changed
+        #: Whether nothing more is sent, because another process has the island's name.
+        self.is_closed = False
         #: The contributions that the broker has not taken yet.
         self.queued: deque[Draft] = deque()
         #: The fragments of drafts that were not sound. They were dropped.
@@ -128,7 +130,7 @@ class Outbox:
 
     def pump(self) -> None:
         """Encode and publish everything queued, oldest first. A contribution whose sending fails stays queued."""
-        while self.queued:
+        while self.queued and not self.is_closed:
             self.send_oldest()
 
     def send_oldest(self) -> None:

@@ -229,3 +229,4 @@ def heartbeat(link: Link, state: str = "training") -> None:
     island, _, incarnation = link.who.partition("/")
     link.beat(samples.heartbeat(island, state, incarnation=incarnation))
     link.pump_heartbeat()
+    link.pump_handovers()

@@ -72,7 +72,7 @@ def test_one_other_peer_that_trains_promises_an_answer_and_is_asked_once(harness
     assert [link.take().asked_by for link in links] == [[], []]
     assert harness.transport.island.open_requests() == ["a/x", "new/z"]
     harness.transport.island.withdraw_request("a/x")
-    links[0].pump_receive()  # A request is read between two heartbeats, too.
+    links[0].pump_handovers()  # A request is read between two heartbeats, too.
     assert links[0].take().asked_by == ["new/z"]
     for link in (*links, *links):
         heartbeat(link)
