@@ -53,7 +53,7 @@ PARTS: tuple[Part, ...] = ("steps", "pytorch", "quantiser", "bits")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
 #: A step with syncing on an accelerator takes at most this many times as long as one without.
 GOAL_STEP = 1.01
-#: A turn with a smaller share of the syncs that its steps should have is not compared with the goal.
+#: A turn with a smaller share of the syncs that its steps should have is not compared.
 SYNCS_LEAST = 0.9
 STRETCHED = (
     "the merger was slower than the island, so rounds were stretched: steps with syncing had too few syncs to compare. "
@@ -159,7 +159,8 @@ def settled(config: RunConfig, backend: str) -> RunConfig:
 def _what(config: RunConfig) -> str:
     data, sync, wire = config.data, config.sync, config.wire
     sizes = f"{config.model.size} {data.batch_size} × {data.sequence_length}, H = {sync.interval}, P = {sync.fragments}"
-    return f"{sizes}, {wire.up}/{wire.down}"
+    again = ", layers computed again" if config.model.recomputes_layers else ""
+    return f"{sizes}, {wire.up}/{wire.down}{again}"
 
 
 def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path) -> tuple[IslandTurns, TimedTurn]:
@@ -249,14 +250,15 @@ def _turn_rows(
     off: Sequence[float],
     syncs: float,
 ) -> list[dict[str, Any]]:
-    """Return the lines of a step with syncing, and of the syncs of a turn. With too few of these there is no goal."""
+    """Return the lines of a step with syncing, and of the syncs of a turn. With too few of these there is no ratio."""
     step, expected, each = compared(on, off), steps / config.sync.interval, 1e3 / steps
+    ratio: float | str = step.ratio
     goal: float | str = GOAL_STEP if backend != "cpu" else ""
     if syncs < SYNCS_LEAST * expected:
         say(STRETCHED)
-        goal = ""
+        ratio = goal = ""
     return [
-        _row(f"{what}: a step, ms", each * step.first, "no sync", each * step.second, step.ratio, goal),
+        _row(f"{what}: a step, ms", each * step.first, "no sync", each * step.second, ratio, goal),
         _row("  syncs of the model in a turn", syncs, "one each H steps", expected),
     ]
 
