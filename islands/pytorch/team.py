@@ -59,13 +59,10 @@ class ProcessTeam(Team):
             group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(self.ranks, use_local_synchronization=True)
             self.courier = Courier(group, self.ranks)
 
-    def _add(self, numbers: Sequence[int]) -> Any:
+    def _sum(self, numbers: Sequence[int]) -> Sequence[int]:
         message = torch.tensor([int(value) for value in numbers])
         dist.all_reduce(message, group=self._messages)
-        return message
-
-    def _read(self, sums: Any) -> Sequence[int]:
-        found: list[int] = sums.tolist()
+        found: list[int] = message.tolist()
         return found
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -39,11 +39,14 @@ class TeamReplica(Replica):
         """Compile both directions of every fragment."""
         self._team.tell(Work.WARM_UP)
         super().warm_up(tensors)
+        self._team.settled(self.references)
 
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
         """Measure a fragment."""
         self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec or self.codec))
-        return super().measure(fragment, tensors, codec)
+        parts = super().measure(fragment, tensors, codec)
+        self._team.settled(self.references[fragment])
+        return parts
 
     def prepare(self, fragment: int, new_N: Vector) -> Vector:
         """Leave a snapshot in the memory of the host, from which all processes get it."""
@@ -52,7 +55,7 @@ class TeamReplica(Replica):
     def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector | None = None) -> Tensors:
         """Adopt a fragment's snapshot."""
         self._team.tell(Work.ADOPT, fragment)
-        return super().adopt(fragment, tensors, self._shared(fragment, new_N))
+        return self._team.settled(super().adopt(fragment, tensors, self._shared(fragment, new_N)))  # type: ignore[no-any-return]
 
     def _shared(self, fragment: int, vector_N: Vector | None) -> Vector:
         own_N = np.zeros(self.sizes[fragment], np.float32) if vector_N is None else vector_N
@@ -112,7 +115,8 @@ class TeamComputation(Computation):
     def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
         """Dispatch inner steps."""
         batches_n = self._shared(Work.STEP, batches_n, step=schedule_step, steps=length)
-        return super().step(batches_n, schedule_step, length)
+        losses_n: jax.Array = self._team.settled(super().step(batches_n, schedule_step, length))
+        return losses_n
 
     def try_steps(self, batches_n: Any, length: int) -> None:
         """Compile the inner steps."""

@@ -70,34 +70,40 @@ class JaxTeam(Team):
             devices = jax.devices("cpu")
         except RuntimeError:
             devices = jax.devices()
+        #: Whether messages go over the devices that compute.
+        self._is_shared = devices[0] in jax.devices()
         firsts = [next(device for device in devices if device.process_index == p) for p in range(jax.process_count())]
         mesh = Mesh(np.array(firsts), ("process",))
         whole = NamedSharding(mesh, spec())
         self.rank, self.size = jax.process_index(), jax.process_count()
         self._own, self._rows = firsts[self.rank], NamedSharding(mesh, spec("process"))
-        self._sum = jax.jit(lambda rows: rows.sum(axis=0, dtype=rows.dtype), out_shardings=whole)
+        self._add_up = jax.jit(lambda rows: rows.sum(axis=0, dtype=rows.dtype), out_shardings=whole)
 
-    def _add(self, numbers: Sequence[int]) -> Any:
-        return self._sums(np.array(numbers, np.int32))
+    def _sum(self, numbers: Sequence[int]) -> Sequence[int]:
+        found: list[int] = self._summed(np.array(numbers, np.int32)).tolist()
+        return found
 
-    def _sums(self, own_N: NDArray[Any]) -> jax.Array:
-        """Begin to add a vector of each process, on one device of each."""
+    def _summed(self, own_N: NDArray[Any]) -> NDArray[Any]:
+        """Add a vector of each process, on one device of each, and wait: messages could overtake each other."""
         shape = (self.size, *own_N.shape)
         row = jax.device_put(own_N[None], self._own)
-        sums: jax.Array = self._sum(jax.make_array_from_single_device_arrays(shape, self._rows, [row]))
-        return sums
+        sums = self._add_up(jax.make_array_from_single_device_arrays(shape, self._rows, [row]))
+        return np.asarray(sums.addressable_data(0))
 
-    def _read(self, sums: Any) -> Sequence[int]:
-        found: list[int] = np.asarray(sums.addressable_data(0)).tolist()
-        return found
+    def settled(self, tree: Any) -> Any:
+        """Return arrays, once they are computed if messages go over the same devices.
+
+        On processors, a computation and a message of several processes could wait for each other's threads for ever.
+        """
+        return jax.block_until_ready(tree) if self._is_shared else tree  # type: ignore[no-untyped-call]
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the bytes of the leader. The others give as many."""
         words = np.zeros(-(-data.size // 4), np.uint32)
         if self.leads:
             words.view(np.uint8)[: data.size] = data
-        sums = self._sums(words)
-        return data if self.leads else np.asarray(sums.addressable_data(0)).view(np.uint8)[: data.size]
+        shared = self._summed(words)
+        return data if self.leads else shared.view(np.uint8)[: data.size]
 
     def share(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return the arrays of the leader, in one message. The others give arrays of these shapes and dtypes."""

@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,17 +73,13 @@ class Team(ABC):
     rank: int
     size: int
     leaves_together = True
-    _told: Any = None
+    _told = Said()
 
     # -- what a framework adds ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _add(self, numbers: Sequence[int]) -> Any:
-        """Begin to add these numbers to those of all other processes, and return what `_read` takes."""
-
-    @abstractmethod
-    def _read(self, sums: Any) -> Sequence[int]:
-        """Wait for the sums, and return them."""
+    def _sum(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Return the sums of these numbers and those of all other processes."""
 
     @abstractmethod
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -99,7 +95,7 @@ class Team(ABC):
     def require_together(self, call: str) -> None:
         """Raise ConfigError (`loop.not-together`) unless all processes make this call."""
         number = int.from_bytes(hashlib.sha256(call.encode()).digest()[:3])
-        numbers = self._read(self._add([number if rank == self.rank else 0 for rank in range(self.size)]))
+        numbers = self._sum([number if rank == self.rank else 0 for rank in range(self.size)])
         if set(numbers) != {number}:
             raise ConfigError(
                 f"this process calls `{call}`, and another process of this island calls something else",
@@ -109,18 +105,18 @@ class Team(ABC):
 
     def exchange(self, said: Said) -> Said:
         """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
-        heard = Said(*self._read(self._add(said)))
+        heard = Said(*self._sum(said))
         return heard._replace(finished=heard.finished or heard.stopping)
 
     def tell(self, work: Work, about: int = 0, **numbers: int) -> None:
-        """Say what all processes do now, if this one leads. This waits for none of them, if the framework does not."""
+        """Say what all processes do now, if this one leads."""
         if self.leads:
-            self._told = self._add(Said(work=work, about=about, **numbers))
+            self._told = Said(*self._sum(Said(work=work, about=about, **numbers)))
 
     @property
     def is_stopping(self) -> bool:
         """Whether SIGTERM had arrived in one of the others when the leader told them something last."""
-        return self._told is not None and bool(Said(*self._read(self._told)).stopping)
+        return bool(self._told.stopping)
 
     def hear(self, do: Callable[[Said], object], is_stopping: Callable[[], bool] = lambda: False) -> Said:
         """Do what the leader says until its turn ends, and return how it ended.

@@ -30,11 +30,8 @@ class Alone(Team):
 
     mesh, rank, size, leaves_together = None, 0, 1, False
 
-    def _add(self, numbers: Any) -> Any:
+    def _sum(self, numbers: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
-
-    def _read(self, sums: Any) -> Any:
-        return sums
 
     def share_bytes(self, data: Any) -> Any:
         return data
@@ -62,7 +59,7 @@ def test_a_leader_without_its_team_leaves_the_run(until: Until) -> None:
 class Obedient(Alone):
     """A team whose other processes do what they hear."""
 
-    def _add(self, numbers: Any) -> Any:
+    def _sum(self, numbers: Any) -> Any:
         return numbers
 
 
@@ -82,7 +79,7 @@ def test_all_processes_read_the_same_length_of_the_run(until: Until) -> None:
 class Lost(Obedient):
     """A team whose leader has left."""
 
-    def _add(self, numbers: Any) -> Any:
+    def _sum(self, numbers: Any) -> Any:
         return Said(has_left=1)
 
 
