@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
@@ -20,6 +20,9 @@ from archipelago.islands.user_loop.session import Session
 from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, kinds_by
 from archipelago.islands.user_loop.tree import TreeLayout, host_vector, require_values
 from archipelago.islands.worker import jax_host
+
+if TYPE_CHECKING:
+    from archipelago.islands.user_loop.parallel import Follower
 
 
 def create(
@@ -44,7 +47,8 @@ def create(
         url: The URL of the Redis (redis://HOST:PORT); None for $ARCHIPELAGO_URL.
         name: The name of the run.
         params: A tree of arrays: a dictionary, an `nnx.State`, or any other pytree with names. Leaves of float32,
-            bfloat16 and float16 are merged, in float32. Others stay each island's own.
+            bfloat16 and float16 are merged, in float32. Others stay each island's own. If its arrays are spread over
+            the processes of `jax.distributed`, all of them call this.
         steps: The length of the run in global inner steps, which count the steps of the fastest island.
         sync: How often islands contribute.
         merge: The rules that merge the contributions of a round.
@@ -76,6 +80,10 @@ def create(
     for leaf, values in leaves.items():
         require_values(leaf, values)
     made = partial(create_run, url, name, config, shards, layout.tensors(kinds_by(kinds)))
+    if layout.is_spread:
+        from archipelago.islands.user_loop.parallel import create_spread
+
+        return create_spread(layout, params, made, f"create {name}")
     return made(lambda leaf: host_vector([leaves[leaf]]), layout.frozen_values)
 
 
@@ -199,7 +207,7 @@ def join(
     trained: Any = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
-) -> JoinedRun:
+) -> JoinedRun | Follower:
     """Make a training script in JAX an island of a run.
 
         with join(url, "mine", params, state=lambda: opt_state) as run:
@@ -214,7 +222,8 @@ def join(
         url: The URL of the Redis (redis://HOST:PORT), or the path of a join file; None for $ARCHIPELAGO_URL.
         name: The name of the run, which `create` has made.
         params: A tree of arrays. The run's parameters come back in its shapes, shardings and dtypes. Its values do not
-            matter, but for those of frozen leaves, which must be those of the run.
+            matter, but for those of frozen leaves, which must be those of the run. If its arrays are spread over the
+            processes of `jax.distributed`, all of them call this, and are one island.
         state: A function that returns the newest state of the inner optimiser. This island takes such state from a
             peer, as `run.state`, and gives its own to newcomers. A value instead of a function is never given, because
             it would be old. None keeps states apart.
@@ -227,4 +236,8 @@ def join(
         ConfigError: The tree has no floating-point leaf, or a leaf without a name, or `trained` does not fit it.
     """
     given = Joining(url, name, params, state, trained, island, wait_seconds)
-    return JoinedRun(given)
+    if not TreeLayout.of(params, trained).is_spread:
+        return JoinedRun(given)
+    from archipelago.islands.user_loop.parallel import joined
+
+    return joined(given)

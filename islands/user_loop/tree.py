@@ -19,7 +19,7 @@ import numpy as np
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
-from archipelago.islands.sync.arrays import own_pieces
+from archipelago.islands.sync.arrays import own_pieces, sharding_of
 from archipelago.islands.user_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
 
 MERGED_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -59,8 +59,9 @@ class TreeLayout:
 
         Raises:
             ConfigError: A leaf has no name of its own (`loop.unnamed`), a dtype that cannot be merged (`loop.dtype`),
-                or is on another host (`loop.sharded`), no leaf is a floating-point array or none is trained
-                (`loop.nothing`), or `trained` does not fit the tree (`loop.argument`).
+                or is on other devices than the rest, if any is spread over processes (`loop.sharded`), no leaf is a
+                floating-point array or none is trained (`loop.nothing`), or `trained` does not fit the tree
+                (`loop.argument`).
         """
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
         names, leaves = [name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs]
@@ -83,8 +84,15 @@ class TreeLayout:
             )
         templates = {names[place]: _template(leaves[place]) for place in merged}
         unchanged = {names[place]: _template(leaves[place]) for place in frozen}
+        if any(map(_is_spread, [*templates.values(), *unchanged.values()])):
+            _require_everywhere(templates)
         own = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in templates}
         return cls(structure, names, merged, templates, unchanged, own)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the leaves are spread over several processes."""
+        return _is_spread(next(iter(self.templates.values())))
 
     def leaves_of(self, tree: Any) -> dict[str, Any]:
         """Return the merged leaves of a tree of this layout, by name."""
@@ -149,13 +157,24 @@ def _is_merged(name: str, leaf: Any) -> bool:
             "Convert it to float32, bfloat16 or float16, or choose with `trained` which leaves are trained.",
             code="loop.dtype",
         )
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise ConfigError(
-            f"the leaf {name!r} is spread over several hosts",
-            "An island of one host with several devices works. Let each host join as an island of its own.",
-            code="loop.sharded",
-        )
     return True
+
+
+def _is_spread(template: jax.ShapeDtypeStruct) -> bool:
+    sharding = sharding_of(template)
+    return sharding is not None and not sharding.is_fully_addressable
+
+
+def _require_everywhere(templates: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raise ConfigError (`loop.sharded`) unless all leaves are on all devices of all processes."""
+    for name, template in templates.items():
+        sharding = sharding_of(template)
+        if sharding is None or sharding.device_set != {*jax.devices()}:
+            raise ConfigError(
+                f"the leaf {name!r} is not on all devices, and another leaf is spread over several processes",
+                "Put all leaves on one mesh of `jax.devices()`: `PartitionSpec()` keeps a leaf whole on each.",
+                code="loop.sharded",
+            )
 
 
 def require_values(name: str, leaf: Any) -> Any:

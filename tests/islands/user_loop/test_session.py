@@ -263,7 +263,7 @@ def test_an_interrupted_sync_sends_nothing(made: str, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), join(made, "own", tree(), island="a") as run:
-        monkeypatch.setattr(run._loop, "boundary", interrupted)
+        monkeypatch.setattr(run._loop, "boundary", interrupted)  # type: ignore[union-attr]
         with pytest.raises(KeyboardInterrupt):
             run.sync(trained(run.params))
         with failing(ConfigError, "loop.left"):

@@ -1,0 +1,131 @@
+"""A script of two processes that is one island, beside an island of one process: sharded and replicated parameters."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import archipelago
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.launch.embedded_redis import start_server
+from tests.conftest import Until
+from tests.islands.team.starting import TwoProcesses, two_processes
+from tests.islands.team.two_scripts import KINDS, STEPS, batch_of, first_state, step, values
+from tests.islands.user_loop.any_framework import merged_by, served
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+#: A step of the island of one process is slower than one of the two, which so have their part in each round.
+STEP_SECONDS = 0.04
+
+
+class Alone:
+    """An island of one process, in a thread. It is there before the others begin."""
+
+    def __init__(self, url: str, kind: str, folder: Path) -> None:
+        self._url, self._kind, self._folder = url, kind, folder
+        self._left = folder / f"{kind}.left"
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        return not (self._thread.is_alive() or self._left.exists())
+
+    def _train(self) -> None:
+        params: Any = values(self._kind)
+        state, number = first_state(params), 0
+        joined = archipelago.join(self._url, self._kind, params, state=lambda: state, island="alone")
+        with jax.numpy_dtype_promotion("standard"), joined as run:
+            params = run.params
+            while not run.finished:
+                params, state, loss = step(params, state, batch_of(-number % 97))
+                params = run.sync(params, tokens=8, loss=loss)
+                number += 1
+                (self._folder / f"{self._kind}.begun").touch()
+                time.sleep(STEP_SECONDS)
+        self._left.touch()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, Any]:
+    """Run all scenarios in two processes, and merge their runs. Return what each process found in each."""
+    folder, out = tmp_path_factory.mktemp("scripts"), dict[str, Any]()
+    with (
+        start_server(folder / "redis") as server,
+        two_processes("tests.islands.team.two_scripts", folder, server.url) as both,
+    ):
+
+        def found(scenario: str, goes_on: Callable[[], bool] = lambda: True) -> list[dict[str, Any]]:
+            files = [folder / f"{scenario}-{rank}.json" for rank in (0, 1)]
+            until(
+                lambda: all(map(Path.exists, files)) or both.have_ended() or not goes_on(), f"the scenario {scenario}"
+            )
+            assert all(map(Path.exists, files)), both.said()
+            return [json.loads(file.read_text()) for file in files]
+
+        out["refused"] = found("refused")
+        for kind in ("whole", "sharded", "stopped"):
+            reader = connect(server.url, kind).reader
+            until(lambda reader=reader: reader.uid() or both.have_ended(), f"the run {kind}")
+            with served(server.url, kind) as merger:
+                alone = Alone(server.url, kind, folder) if kind in KINDS else None
+                out[kind] = found(kind, lambda alone=alone: alone is None or not alone.has_failed)  # type: ignore[misc]
+            out[f"{kind} run"] = reader.counters(), merged_by(merger), reader.presences()
+        out["lost"] = ended(both)
+    return out
+
+
+def ended(both: TwoProcesses) -> tuple[list[int], str]:
+    """Return how both processes have ended, and what they said."""
+    return both.wait(), both.said()
+
+
+def test_wrong_use_is_refused_in_every_process(played: dict[str, Any]) -> None:
+    leader, other = played["refused"]
+    of_all = {"calls": "loop.not-together", "mixed": "loop.sharded"}
+    assert leader == {**of_all, "no run": "broker.unknown-run", "nan": "loop.not-finite"}
+    assert other == {**of_all, "no run": "loop.leader-left", "nan": "loop.leader-left"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_are_one_island_of_a_run(played: dict[str, Any], kind: str) -> None:
+    leader, other = played[kind]
+    counters, merged, beats = played[f"{kind} run"]
+    assert leader["created"] == other["created"] == [True, False]
+    assert leader["origins"][1] == "peer alone"
+    assert other["origins"][1] == "the leader"
+    assert leader["counts"] == other["counts"]
+    assert min(leader["counts"]) > 0, "the moments of a peer"
+    assert leader["losses"] == other["losses"]
+    assert leader["seen"] == other["seen"], "the same parameters after each sync"
+    assert leader["specs"] == [str(PartitionSpec(*KINDS[kind][name][0])) for name in sorted(KINDS[kind])]  # type: ignore[no-untyped-call]
+    assert {beat.heartbeat.island for beat in beats} <= {"alone", "both", "again", "last"}
+    assert counters.refused == 0
+    assert counters.merged > STEPS // 4, "the two have a part in the rounds"
+    assert leader["final"] == other["final"]
+    for name, expected in merged.items():
+        dtype = KINDS[kind][name][1]
+        np.testing.assert_array_equal(np.array(leader["final"][name], np.float32), expected.astype(dtype), err_msg=name)
+
+
+def test_sigterm_ends_both_at_one_step_with_their_progress_sent(played: dict[str, Any]) -> None:
+    leader, other = played["stopped"]
+    counters, _, (beat,) = played["stopped run"]
+    assert leader == other == {"steps": 31}
+    assert (beat.heartbeat.state, beat.heartbeat.tokens_unsent) == ("left", 0)
+    assert counters.published > 0
+
+
+def test_a_lost_process_ends_the_island(played: dict[str, Any]) -> None:
+    (status, _), said = played["lost"]
+    assert status != 0, said
