@@ -112,8 +112,8 @@ Power = Callable[[Matrix, float], Matrix]
 FLOOR: Final = 1e-2
 #: The bits of the integers that are multiplied.
 BITS: Final = 14
-#: Two to the power of minus this is the smallest scale, so that no product of two scales leaves the range of float32.
-_EXPONENT_MAX: Final = 48
+#: The smallest exponent of a factor, so that the scale of no product leaves the range of float32.
+EXPONENT_MIN: Final = -48
 
 # Coefficients (a, b, c) of successive polynomials a·x + b·x^(1+q) + c·x^(1+2q), with significands of 9 bits. Each has
 # the smallest error max |1 − y| of all such polynomials over the interval to which its predecessors take the one from
@@ -148,10 +148,6 @@ class Factor(NamedTuple):
     integers: Array
     exponent: Array
 
-    def value(self) -> Array:
-        """Return the matrix in float32, which holds it exactly."""
-        return self.integers.astype(np.float32) * _two_to(self.exponent - BITS)
-
 
 #: Two factors whose sum has at least 24 bits.
 Halves = tuple[Factor, Factor]
@@ -178,20 +174,32 @@ class Products:
         """Multiply two matrices of integers. This axis of the right one has length K."""
         return self._multiply(left_AK, right if axis == 0 else right.T).astype(np.float32)
 
+    def two_to(self, exponent: Array) -> Array:
+        """Return two to an integer from −126 to 127 in float32."""
+        return np.float32(2.0**exponent)
+
+    def exponent(self, values: Array) -> Array:
+        """Return the exponent of the smallest power of two above all magnitudes when these are rounded to 14 bits."""
+        significand, exponent = math.frexp(max(values.max(), -values.min()))
+        return max(exponent + (significand >= 1.0 - 2.0 ** (-BITS - 1)), EXPONENT_MIN)
+
     def rounded(self, values: Array) -> Factor:
         """Round a float32 matrix to integers of 14 bits times a power of two."""
-        exponent = _exponent(self.xp.maximum(values.max(), -values.min()))
-        exponent = self.xp.maximum(exponent, -_EXPONENT_MAX)
-        return Factor(self.integers(values * _two_to(BITS - exponent)), exponent)
+        exponent = self.exponent(values)
+        return Factor(self.integers(values * self.two_to(BITS - exponent)), exponent)
+
+    def value(self, factor: Factor) -> Array:
+        """Return a factor in float32, which holds it exactly."""
+        return factor.integers.astype(np.float32) * self.two_to(factor.exponent - BITS)
 
     def halves(self, values: Array) -> Halves:
         """Return two factors whose sum is a float32 matrix, to 2⁻²⁸ of its largest element."""
         high = self.rounded(values)
-        return high, self.rounded(values - high.value())
+        return high, self.rounded(values - self.value(high))
 
     def times(self, left: Factor, right: Factor, axis: int = 0) -> Array:
         """Return the product of two factors in float32."""
-        unit = _two_to(left.exponent + right.exponent - 2 * BITS)
+        unit = self.two_to(left.exponent + right.exponent - 2 * BITS)
         return self.product(left.integers, right.integers, axis) * unit
 
     def gram(self, x: Factor) -> Array:
@@ -211,8 +219,14 @@ class Products:
         a, b, c = coefficients
         out_SS = a * self.xp.eye(len(ones[0].integers), dtype=np.float32)
         for one, square in zip(ones, squares, strict=True):
-            out_SS = out_SS + (b * one.value() + c * square.value())
+            out_SS = out_SS + (b * self.value(one) + c * self.value(square))
         return out_SS
+
+    def norm_exponent(self, symmetric: Factor) -> Array:
+        """Return the exponent of a power of two above all eigenvalues. It bounds the sum of magnitudes in each row."""
+        sums_S = self.xp.abs(symmetric.integers).astype(np.int32).sum(axis=1, dtype=np.int32)
+        rounding = np.int32(len(symmetric.integers))
+        return self.exponent((sums_S + rounding).astype(np.float32)) + symmetric.exponent - BITS
 
 
 def with_power(matrix_RC: Matrix, exponent: float, power: Power | None = None) -> Matrix:
@@ -254,9 +268,10 @@ def powered(x_SC: Array, exponent: float, products: Products) -> Array:
     gram_SS = products.gram(x)
     gram = products.rounded(gram_SS)
     square = products.rounded(products.gram(gram))
-    bound = _norm_exponent(square, products.xp)  # of the fourth powers of the singular values
+    bound = products.norm_exponent(square)  # of the fourth powers of the singular values
     if exponent:
-        return products.times(_inverse_fourth_root(gram_SS * _two_to(-((bound + 1) >> 1)), products), x)
+        gram_SS = gram_SS * products.two_to(-((bound + 1) >> 1))
+        return products.times(_inverse_fourth_root(gram_SS, products), x)
     quarter = bound >> 2
     x, gram, square = (
         Factor(each.integers, each.exponent - power * quarter) for each, power in ((x, 1), (gram, 2), (square, 4))
@@ -291,23 +306,6 @@ def _inverse_fourth_root(gram_SS: Array, products: Products) -> Factor:
         step = step_of(coefficients)
         root = products.halves(products.fine(step, root))
     return root[0]
-
-
-def _two_to(exponent: Array) -> Array:
-    """Return two to an integer from −126 to 127 in float32."""
-    return ((exponent + np.int32(127)).astype(np.uint32) << np.uint32(23)).view(np.float32)
-
-
-def _exponent(most: Array) -> Array:
-    """Return the exponent of the smallest power of two above a float32 that is rounded to 14 bits."""
-    bits = most.view(np.uint32) & np.uint32(0x7FFFFFFF)  # without the sign of a zero
-    return ((bits + np.uint32(1 << 9)) >> np.uint32(23)).astype(np.int32) - np.int32(126)
-
-
-def _norm_exponent(symmetric: Factor, xp: Any) -> Array:
-    """Return the exponent of a power of two that no eigenvalue exceeds: it bounds the sum of magnitudes in each row."""
-    sums_S = xp.abs(symmetric.integers).astype(np.int32).sum(axis=1, dtype=np.int32) + np.int32(len(symmetric.integers))
-    return _exponent(sums_S.max().astype(np.float32)) + symmetric.exponent - BITS
 
 
 #: Products with fewer operations are not worth the hand-over to other threads, which takes about 0.1 ms.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.merger.spectra import Array, Matrix, Power, Products, powered
+from archipelago.merger.spectra import BITS, EXPONENT_MIN, Array, Matrix, Power, Products, powered
 
 log = logging.getLogger(__name__)
 #: An int32 holds the sum of twice as many products of two int8.
@@ -38,6 +38,15 @@ class Int8Products(Products):
     def integers(self, values: Array) -> Array:
         """Return the nearest integers of float32 values."""
         return jnp.rint(values).astype(jnp.int32)
+
+    def two_to(self, exponent: Array) -> Array:
+        """Return two to an integer from −126 to 127 in float32."""
+        return ((exponent + 127).astype(jnp.uint32) << 23).view(jnp.float32)
+
+    def exponent(self, values: Array) -> Array:
+        """Return the exponent of the smallest power of two above all magnitudes when these are rounded to 14 bits."""
+        bits = jnp.abs(jnp.maximum(values.max(), -values.min())).view(jnp.int32)
+        return jnp.maximum(((bits + (1 << (23 - BITS))) >> 23) - 126, EXPONENT_MIN)
 
     def product(self, left_AK: Array, right: Array, axis: int) -> Array:
         """Multiply two matrices of integers."""

@@ -116,7 +116,7 @@ def test_a_product_is_the_exact_one_of_its_rounded_factors(rows: int, terms: int
     values = [random.standard_normal(shape, np.float32) for shape in ((rows, terms), (terms, columns))]
     left, right = (products.rounded(each) for each in values)
     assert np.abs(left.integers).max() < 2**14
-    assert np.abs(left.value() - values[0]).max() <= 2.0**-14 * np.abs(values[0]).max()
+    assert np.abs(products.value(left) - values[0]).max() <= 2.0**-14 * np.abs(values[0]).max()
     exact = [
         [sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in right.integers.T]
         for row in left.integers
