@@ -63,7 +63,7 @@ class MergerOptions(WorkerOptions, AwaitedRun):
     state of fragments into Redis more often, but never more bytes of it than of contributions and differences."""
     threads: int = 0
     """The threads that change spectra of matrices (`isotropic`). The default is $OMP_NUM_THREADS, or one for each core.
-    The number changes no bit."""
+    Where XLA multiplies them faster than numpy, it uses cores as $NPROC says. No number changes a bit."""
     spectra: Literal["cpu", "gpu"] = "cpu"
     """Where the spectra of large matrices are changed: on this process's cores, or by a process of its own that holds a
     small share of a GPU. If that fails, the cores go on. It changes no bit."""
