@@ -63,6 +63,9 @@ class Checkpointer:
 
     A checkpoint on disk covers its rounds. A copier then also copies it to a bucket, at the bucket's own pace.
 
+    Args:
+        copies: Whether the copier works in the background once this merger serves.
+
     Attributes:
         leading: In shard 0 of a run with several, what is known of the others.
         following: In any other shard, the announcements of shard 0, which decides when a checkpoint is taken.
@@ -84,6 +87,8 @@ class Checkpointer:
         copier: Copier | None = None,
         leading: Leading | None = None,
         following: Following | None = None,
+        *,
+        copies: bool = False,
     ) -> None:
         self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
         self.leading, self.following = leading, following
@@ -93,7 +98,7 @@ class Checkpointer:
         self._asked = ""  # the operator's request that the checkpoint in progress answers
         self._due_at: float | None = None
         self._urgent_at = float("-inf")  # when an urgent checkpoint may be taken
-        self._may_copy = False
+        self._copies = copies
         #: The last failure without its digits. A repeat of the same failure is logged at debug level.
         self._trouble = ""
         self._news: list[tuple[str, str]] = []
@@ -101,6 +106,11 @@ class Checkpointer:
     def load(self, manifest: Manifest, closed: int) -> None:
         """Begin with a loaded run. A checkpoint in progress is ignored: it may hold rounds that never happened."""
         self.manifest, self._job, self._asked = manifest, None, ""
+        if self._copies and self.copier is not None:  # not before: a standby may share the folder of this merger
+            self._copies, newest = False, None
+            with suppress(ConfigError):  # the next checkpoint reports it
+                newest = max(self.store.numbers(), default=None)
+            self.copier.start(newest)
         if self.following is not None:
             self.following.start()
         if self.leading is not None:
@@ -142,7 +152,6 @@ class Checkpointer:
         """Return whether a checkpoint may be taken now, by the clock."""
         if self._due_at is None:
             self._due_at = now + self.every_seconds
-        self._start_copier()
         if self._job is not None or now < (self._urgent_at if urgent else self._due_at):
             return False
         return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)
@@ -191,7 +200,6 @@ class Checkpointer:
         if self.leading is not None:
             self.leading.begin(number, now)
         cut = self.cut(number, self._asked)
-        self._start_copier()
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut))
 
@@ -245,19 +253,6 @@ class Checkpointer:
         """Return what operators should read, once: the kind of each note and its text."""
         own, self._news = self._news, []
         return own + [("bucket", text) for text in (self.copier.news() if self.copier else ())]
-
-    def start(self) -> None:
-        """Allow copies to the bucket once this merger serves. A standby may share the folder of the one that serves."""
-        self._may_copy = True
-
-    def _start_copier(self) -> None:
-        """Begin to copy, if that is allowed. Only the merger that serves calls this."""
-        if self._may_copy and self.copier is not None:
-            self._may_copy = False
-            newest = None
-            with suppress(ConfigError):  # the next checkpoint reports it
-                newest = max(self.store.numbers(), default=None)
-            self.copier.start(newest)
 
     def close(self) -> None:
         """Wait for the copy of the last checkpoint, for some time."""

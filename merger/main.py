@@ -145,8 +145,6 @@ def main(options: MergerOptions) -> int:
     if registry is not None:
         registry.register(MergerCollector(list(zip(mergers, telemetries, strict=True))))
     curves.start()
-    for checkpointer in filter(None, checkpointers):
-        checkpointer.start()
 
     def phase() -> str:
         served = [str(shard) for shard, merger in enumerate(mergers) if merger.epoch]

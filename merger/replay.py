@@ -9,7 +9,7 @@ is that of a checkpoint, for the whole run, or that of a compaction in Redis, fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from archipelago.broker import control
 from archipelago.broker.commits import Delivery, Image
 from archipelago.broker.errors import ArchipelagoError, WireError
 from archipelago.broker.full_state import FullState
-from archipelago.broker.messages import RoundMember, TapeEntry
+from archipelago.broker.messages import RoundMember, TapeEntry, to_fields
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of
 from archipelago.merger import outer
@@ -99,16 +99,14 @@ def as_merged(delivery: Delivery, member: RoundMember) -> Delivery:
 def require_same(tape: TapeEntry, merged: MergedRound) -> None:
     """Raise DifferenceError at the first place where a replayed round differs from its tape entry."""
     where = f"round {tape.round} (fragment {tape.fragment}, version {tape.version})"
-    replayed = {member.identity_text: member for member in merged.members}
-    recorded = {member.identity_text: member for member in tape.members}
+    replayed = {member.identity_text: to_fields(member) for member in merged.members}
+    recorded = {member.identity_text: to_fields(member) for member in tape.members}
     if replayed.keys() != recorded.keys():
         raise DifferenceError(f"{where}: the tape has members {sorted(recorded)}, the replay {sorted(replayed)}")
     for name, member in recorded.items():
-        for f in fields(member):
-            old, new = getattr(member, f.name), getattr(replayed[name], f.name)
-            both_nan = old != old and new != new
-            if f.name != "entry" and old != new and not both_nan:
-                raise DifferenceError(f"{where}: the tape has {f.name} {old} for {name}, the replay {new}")
+        for field, old in member.items():
+            if field != "entry" and old != (new := replayed[name][field]):
+                raise DifferenceError(f"{where}: the tape has {field} {old} for {name}, the replay {new}")
     if tape.gain != merged.gain:
         raise DifferenceError(f"{where}: the tape has gain {tape.gain}, the replay {merged.gain}")
     found = digest_of(np.asarray(merged.state.published_N))
@@ -138,8 +136,7 @@ def merge_again(
     for tape in rounds:
         before = state_before(tape)
         deliveries = transport.merger.read([member.entry for member in tape.members], between)
-        begun = with_norms(fragment, before, tape.fragment)
-        fragment = replay_round(rules, before, begun, tape, deliveries, exactly=exactly)
+        fragment = replay_round(rules, before, fragment, tape, deliveries, exactly=exactly)
         between()
     return fragment
 
@@ -148,11 +145,7 @@ def of_image(rules: RoundMerge, image: Image) -> dict[int, FragmentState]:
     """Return the fragments in a checkpoint. Raises WireError if it is not of this run (`wire.other-run`)."""
     if image.manifest.to_fields() != rules.manifest.to_fields():
         raise WireError(f"checkpoint {image.number} is of another run", code="wire.other-run")
-    state = RunState.from_json(image.state)
-    return {
-        full.snapshot.fragment: with_norms(fragment_of(rules, full), state, full.snapshot.fragment)
-        for full in image.fragments
-    }
+    return {full.snapshot.fragment: fragment_of(rules, full) for full in image.fragments}
 
 
 def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:
@@ -163,9 +156,4 @@ def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:
     template = new_state(np.zeros(size, np.float32), rules.outer)
     params_N, state = outer.of_named(template.outer, full.own, size)
     exact = wire.full == "float32" and not wire.sends_differences
-    return FragmentState(params_N, state, (), params_N if exact else jax.numpy.asarray(full.published_N))
-
-
-def with_norms(fragment: FragmentState, state: RunState, p: int) -> FragmentState:
-    """Return the fragment with its norms, which are in the run's state."""
-    return replace(fragment, norms=state.norms.get(p, ()))
+    return FragmentState(params_N, state, params_N if exact else jax.numpy.asarray(full.published_N))

@@ -29,7 +29,6 @@ from archipelago.merger.replay import (
     merge_again,
     of_image,
     replay_round,
-    with_norms,
 )
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.state import FragmentState, RunState
@@ -128,7 +127,7 @@ def _from_redis(
             raise WireError(f"the tape lacks round {missing[0]}")
         rounds = [tape[number] for number in numbers]
         fragment = _merged_again(transport, rules, p, fragment, rounds, between)
-        full[p], fragments[p] = held, with_norms(fragment, state, p)
+        full[p], fragments[p] = held, fragment
         between()
     return Loaded(state, fragments, snapshots, full, list(tape.values()))
 

@@ -36,7 +36,7 @@ from archipelago.merger.rounds import Close
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Group, Spectra, groups
 from archipelago.merger.state import FragmentState, RunState
-from archipelago.merger.weights import RunningMean
+from archipelago.merger.weights import Norms, RunningMean
 
 Vector = jax.Array | NDArray[np.float32]
 
@@ -66,6 +66,7 @@ class MergedRound:
 
     Attributes:
         state: The fragment after the round.
+        norms: The norms that clipping compares with after the round.
         staleness: The running mean of staleness factors after the round.
         members: The contributions, with their weights, as the tape records them.
         gain: The factor on the merged outer gradient.
@@ -75,6 +76,7 @@ class MergedRound:
     """
 
     state: FragmentState
+    norms: Norms
     staleness: RunningMean
     members: tuple[RoundMember, ...]
     gain: float
@@ -181,6 +183,7 @@ class RoundMerge:
             seen=claims.seen(
                 headers, version, of.round, state.accounts, state.usual_batch, config.sync, self.manifest.own_rounds
             ),
+            norms=state.norms.get(of.fragment, ()),
             scores=state.scores,
             spectra=self.spectra,
         )
@@ -194,7 +197,7 @@ class RoundMerge:
         contributions: Sequence[Contribution],
     ) -> None:
         """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
-        state.staleness, state.norms[of.fragment] = merged.staleness, merged.state.norms
+        state.staleness, state.norms[of.fragment] = merged.staleness, merged.norms
         state.after_round(of.round, step, contributions, merged.scores, merged.credit)
 
 
@@ -212,6 +215,7 @@ def merge_round(
     now: Round,
     path: Callable[[int], float],
     seen: SeenWork,
+    norms: Norms = (),
     scores: Mapping[str, Score] | None = None,
     spectra: Spectra | None = None,
 ) -> MergedRound:
@@ -227,15 +231,15 @@ def merge_round(
     known, sent = dict(scores or {}), _sent(addends, version, path, seen)
     spans = tuple((group.start, group.length) for group in groups)
     judged = judge(known, sent, spans, live) if config.scores else unjudged(known, len(sent))
-    final, usual = weights.final(sent, judged.factors, config), weights.limit(fragment.norms, config.clip)
+    final, usual = weights.final(sent, judged.factors, config), weights.limit(norms, config.clip)
     clips = [weights.clip(one.norm, min(usual, own)) for one, own in zip(sent, judged.limits, strict=True)]
     if not any(final):
         published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
         kept = replace(fragment, published_N=published_N)
         members = _members(addends, version, final, clips, judged)
-        return MergedRound(kept, staleness, members, 0.0, judged.scores, seen.credit, difference)
+        return MergedRound(kept, norms, staleness, members, 0.0, judged.scores, seen.credit, difference)
     weighed = weights.weigh(final, [one.staleness for one in sent], config, staleness)
-    acc, norms, largest = merge_rules.begin(groups), fragment.norms, max(final)
+    acc, largest = merge_rules.begin(groups), max(final)
     relative = [
         weight / largest for weight in final
     ]  # no sum of them overflows, and a contribution alone keeps its bits
@@ -249,9 +253,9 @@ def merge_round(
     now = _participation(now, sent, judged.factors, live)
     params_N, outer_state = outer_step(outer, fragment, merged_N, now)
     published_N, difference = publish(wire, fragment.published_N, params_N)
-    state = FragmentState(params_N, outer_state, norms, published_N)
+    state = FragmentState(params_N, outer_state, published_N)
     members = _members(addends, version, weighed.shares, clips, judged)
-    return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, seen.credit, difference)
+    return MergedRound(state, norms, weighed.running, members, weighed.gain, judged.scores, seen.credit, difference)
 
 
 def _sent(addends: Sequence[Addend], version: int, path: Callable[[int], float], seen: SeenWork) -> list[Sent]:
@@ -310,4 +314,4 @@ def outer_step(
 def new_state(params_N: Vector, outer: OuterOptimizer) -> FragmentState:
     """Return the state of a fragment before its first round."""
     params = jax.numpy.asarray(params_N)
-    return FragmentState(params, outer.init(params), (), params)
+    return FragmentState(params, outer.init(params), params)

@@ -94,7 +94,6 @@ class Rounds:
     Attributes:
         count: How many rounds of this run or shard have closed.
         is_paused: No round closes. Islands train on until the window stops them.
-        timing: The timing of the committed state, plus the time that its own commit took, which the next commit stores.
         step_seconds: The last reported step time of each island, also from contributions that are not merged yet.
     """
 
@@ -102,7 +101,6 @@ class Rounds:
         self.manifest, self.config = manifest, manifest.config.sync
         self.count, self._stride = manifest.own_rounds.until(state.closed), manifest.stride
         self.is_paused = False
-        self.timing = state.timing
         self.step_seconds = {island: account.step_seconds for island, account in state.accounts.items()}
         self._open: dict[int, OpenRound] = {}
         self._open_window(state)
@@ -182,10 +180,6 @@ class Rounds:
         for found in self._open.values():  # the round has merged all contributions to its fragment
             found.is_merged |= bool(found.answered) and found.fragment == close.fragment
 
-    def committed(self, sync_seconds: float) -> None:
-        """Note that the last closed round was committed, `sync_seconds` after it was closed."""
-        self.timing = self._state.timing.after_sync(sync_seconds, self.config.smoothing)
-
     def deadline(self) -> float | None:
         """Return when the next round's grace window ends, or None when no window has begun or rounds are paused."""
         if self.is_paused or self._next.quorum_at is None:
@@ -204,7 +198,7 @@ class Rounds:
 
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
         stride = fastest_step_seconds(self.step_seconds, live) * self._stride
-        return grace_seconds(self.config.grace, slack(len(self._window), stride, self.timing))
+        return grace_seconds(self.config.grace, slack(len(self._window), stride, self._state.timing))
 
 
 def slack(window: int, stride_seconds: float, timing: RoundTiming) -> float:
@@ -255,19 +249,17 @@ class Sighting:
 
 
 class Liveness:
-    """Watches heartbeats, and notes which islands contribute."""
+    """Watches heartbeats, and notes which islands contribute.
 
-    def __init__(self) -> None:
+    Args:
+        islands: The islands that have contributed before; nobody knows how long the merger was away.
+    """
+
+    def __init__(self, islands: Iterable[str] = (), now: float = 0.0, closed: int = 0) -> None:
         #: Live islands that do not count, because they have not contributed for too long or are too many newcomers.
         self.idle: frozenset[str] = frozenset()
         self._sightings: dict[str, Sighting] = {}
         #: When each island has contributed last: how many rounds had closed, and the merger's clock.
-        self._heard: dict[str, tuple[int, float]] = {}
-
-    def load(self, islands: Iterable[str], now: float, closed: int) -> None:
-        """Forget all heartbeats. These islands have contributed; nobody knows how long the merger was away."""
-        self._sightings.clear()
-        self.idle = frozenset()
         self._heard = dict.fromkeys(islands, (closed, now))
 
     def heard(self, island: str, now: float, closed: int) -> None:

@@ -155,7 +155,7 @@ class Merger:
         if self.checkpointer is not None:
             self.checkpointer.load(self.manifest, self.state.closed)
         self.rounds, now = Rounds(self.manifest, self.state), self.clock()
-        self.liveness.load(self.state.accounts, now, self.rounds.count)
+        self.liveness = Liveness(self.state.accounts, now, self.rounds.count)
         self.inbox.clear()
         self.compactor.load(found.full, found.snapshots, found.tape, self.state, self.epoch, now)
         self._live_at = float("-inf")
@@ -280,7 +280,7 @@ class Merger:
         merged = self.rules.close(self.fragments[p], after, addends, len(self.live), close)
         merged_at, spectra_seconds = self.clock(), self.spectra.seconds - spectra_seconds
         self._settle()  # the round before, whose commit was under way meanwhile
-        after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
+        after.timing = before.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
         contributions = [addend.contribution for addend in addends]
         # A step that no member can have reached is lowered.
         others = claims.global_steps(before.accounts, before.closed)
@@ -337,7 +337,8 @@ class Merger:
         tape, snapshot = commit.tape, commit.snapshot
         self.compactor.committed(commit, now)
         self.snapshots[snapshot.fragment] = snapshot
-        self.rounds.committed(now - closed_at)
+        # The next commit stores how long this one took.
+        self.state.timing = self.state.timing.after_sync(now - closed_at, self.rounds.config.smoothing)
         if (scores := before.scores) != self.state.scores:
             self.controls.tell_of_scores(scores, self.state.scores)
         if tape.steered:

@@ -37,13 +37,11 @@ class FragmentState:
     Attributes:
         params_N: The exact parameters, float32.
         outer: The outer optimiser's state, a pytree of arrays.
-        norms: The norms that clipping compares with.
         published_N: What the islands hold: `params_N`, rounded by the codec of snapshots.
     """
 
     params_N: jax.Array
     outer: Any
-    norms: Norms
     published_N: jax.Array
 
 

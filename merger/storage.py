@@ -105,8 +105,10 @@ class MergerFolder:
             primary, *others = (of_shard(transport, manifest, k).reader for k in range(manifest.shards))
             leading = None if manifest.shard else Leading(primary, others, self._missing)
             following = Following(primary) if manifest.shard else None
-        spawn = spawn or in_background("checkpoint")
-        return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, leading, following)
+        copies, spawn = spawn is None, spawn or in_background("checkpoint")
+        return Checkpointer(
+            transport, self.store, recorder, every_seconds, spawn, copier, leading, following, copies=copies
+        )
 
     def _missing(self, number: int) -> list[int]:
         """Return the shards that have no part of a checkpoint, here or in the bucket."""

@@ -29,7 +29,7 @@ ISOTROPIC = replace(SMALL, merge=replace(SMALL.merge, embedding="isotropic", res
 
 def memory(merger: Merger) -> list[Any]:
     """Return the bits of a merger's fragments."""
-    return [(samples.outer_bits(f), np.asarray(f.published_N).tobytes(), f.norms) for f in merger.fragments.values()]
+    return [(samples.outer_bits(f), np.asarray(f.published_N).tobytes()) for f in merger.fragments.values()]
 
 
 def full_versions(run: MergerRun) -> list[int]:

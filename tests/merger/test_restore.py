@@ -261,7 +261,6 @@ def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
     run = four_rounds(config)
     state, fragments = replayed(run, recorded(run))
     assert [samples.outer_bits(f) for f in fragments] == outer_states(run)
-    assert [f.norms for f in fragments] == [state_of(run).norms[p] for p in range(2)]
     assert replace(state, timing=state_of(run).timing) == state_of(run)
 
 

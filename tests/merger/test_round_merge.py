@@ -20,7 +20,7 @@ from archipelago.merger.merge_rules import norms
 from archipelago.merger.round_merge import Addend, MergedRound, merge_round, new_state
 from archipelago.merger.spectra import Group
 from archipelago.merger.state import FragmentState
-from archipelago.merger.weights import Norms, RunningMean
+from archipelago.merger.weights import RunningMean
 from tests import samples
 
 MERGE = MergeConfig(staleness="polynomial", normalise=True, clip=3.0)
@@ -45,8 +45,8 @@ def part(island: str, delta_N: Vector, **changes: Any) -> Part:
     return Part(samples.contribution(island=island, **({"base": 3} | changes)), delta_N)
 
 
-def state(params_N: Vector, window: Norms | None = None, rule: outer.OuterOptimizer = SGD) -> FragmentState:
-    return replace(new_state(params_N, rule), norms=window or ())
+def state(params_N: Vector, rule: outer.OuterOptimizer = SGD) -> FragmentState:
+    return new_state(params_N, rule)
 
 
 def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any) -> MergedRound:
@@ -81,7 +81,7 @@ def test_an_average_weighs_by_tokens_and_batch_size() -> None:
     assert closed.gain == 1.0
     assert closed.staleness == RunningMean(1.0)
     assert closed.state.params_N.tolist() == closed.state.published_N.tolist()
-    assert closed.state.norms == (3.0, 3.0)
+    assert closed.norms == (3.0, 3.0)
 
 
 def test_a_stale_contribution_weighs_less() -> None:
@@ -97,22 +97,22 @@ def test_a_stale_contribution_weighs_less() -> None:
 
 def test_outliers_are_clipped_by_the_norms_of_earlier_rounds_and_the_tape_has_the_factor() -> None:
     # The median is 1 and the limit 3, so a norm of 30 is scaled by a tenth.
-    closed = close(state(vector(0, 0), (1.0,) * 8), part("a", vector(30, 0)))
+    closed = close(state(vector(0, 0)), part("a", vector(30, 0)), norms=(1.0,) * 8)
     assert [m.clip for m in closed.members] == pytest.approx([0.1])
     np.testing.assert_allclose(np.asarray(closed.state.published_N), [-1.5, 0.0], rtol=1e-6)
-    assert closed.state.norms == pytest.approx((1.0,) * 8 + (3.0,))
+    assert closed.norms == pytest.approx((1.0,) * 8 + (3.0,))
     parts = [part(island, vector(300, 0)) for island in "abcdefghi"]
-    closed = close(state(vector(0, 0), (1.0,) * 8), *parts)
+    closed = close(state(vector(0, 0)), *parts, norms=(1.0,) * 8)
     assert [m.clip for m in closed.members] == pytest.approx([0.01] * 9), "its own outliers do not change the limit"
 
 
 def test_a_round_without_contributions_changes_nothing() -> None:
     moving = close(state(vector(2, 0), rule=NESTEROV), part("a", vector(1, 0)), outer=NESTEROV).state
-    closed = close(moving, running=0.8, outer=NESTEROV)
+    closed = close(moving, running=0.8, outer=NESTEROV, norms=(1.0,))
     assert samples.outer_bits(closed.state) == samples.outer_bits(moving)
     assert digest_of(np.asarray(closed.state.published_N)) == digest_of(np.asarray(moving.params_N))
     assert (closed.members, closed.gain, closed.staleness) == ((), 0.0, RunningMean(0.8))
-    assert closed.state.norms == moving.norms
+    assert closed.norms == (1.0,)
 
 
 def test_no_ratio_of_weights_overflows() -> None:
@@ -166,7 +166,7 @@ def test_a_round_is_as_if_the_hostile_island_were_absent() -> None:
     without = close(state(zeros_N, rule=SCHEDULED), *hostile_round("d", "e", "f"), **settings)
     assert [m.weight for m in attacked.members] == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
     np.testing.assert_array_equal(np.asarray(attacked.state.published_N), np.asarray(without.state.published_N))
-    assert attacked.state.norms == without.state.norms
+    assert attacked.norms == without.norms
     assert attacked.gain == without.gain
     settings["config"] = replace(MERGE, scores=False)
     off = close(state(zeros_N, rule=SCHEDULED), *hostile_round("d", "bad", "e", "f"), **settings)
@@ -176,12 +176,12 @@ def test_a_round_is_as_if_the_hostile_island_were_absent() -> None:
 def test_a_round_in_which_nothing_has_any_weight_changes_nothing() -> None:
     zeros_N = np.zeros(4096, np.float32)
     known = close(state(zeros_N), *hostile_round("d", "bad", "e", "f"), groups=WIDE).scores
-    begin = state(zeros_N, (1.0,))
-    closed = close(begin, part("bad", zeros_N + 1), groups=WIDE, live=4, scores=known)
+    begin = state(zeros_N)
+    closed = close(begin, part("bad", zeros_N + 1), groups=WIDE, live=4, scores=known, norms=(1.0,))
     assert [m.weight for m in closed.members] == [0.0]
     assert closed.gain == 0.0
     assert not np.asarray(closed.state.published_N).any()
-    assert closed.state.norms == begin.norms
+    assert closed.norms == (1.0,)
 
 
 def test_the_outer_rule_gets_participation() -> None:

@@ -28,9 +28,9 @@ def rounds(closed: int = 0, timing: RoundTiming | None = None, fragments: int = 
 
 def commit(some: Rounds, close: Close, sync_seconds: float = 0.0) -> None:
     """Commit a round as the merger does."""
-    timing = some.timing.after_quorum(close.quorum_seconds, some.config.smoothing)
+    timing = some._state.timing.after_quorum(close.quorum_seconds, some.config.smoothing)
+    timing = timing.after_sync(sync_seconds, some.config.smoothing)
     some.advance(replace(some._state, closed=close.round, timing=timing), close)
-    some.committed(sync_seconds)
 
 
 def answered(island: str, number: int = 1, *, farewell: bool = False, step_seconds: float = 1.0) -> Contribution:

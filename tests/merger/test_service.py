@@ -126,9 +126,9 @@ def test_a_restart_keeps_the_measured_round_times() -> None:
             run.live("a", "b", "silent")
             run.clock.now = merger.rounds.deadline() or run.clock.now
         graces.append(run.transport.reader.tape(1)[0].grace_seconds)
-        before, merger = merger.rounds.timing, run.merger()
-        assert merger.rounds.timing.quorum_seconds == before.quorum_seconds
-    assert merger.rounds.timing.quorum_seconds == 0.625  # by halves of 0.5, 2 and 0
+        before, merger = merger.state.timing, run.merger()
+        assert merger.state.timing.quorum_seconds == before.quorum_seconds
+    assert merger.state.timing.quorum_seconds == 0.625  # by halves of 0.5, 2 and 0
     assert graces[0] > graces[1] > 0.0
 
 
