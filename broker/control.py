@@ -208,6 +208,8 @@ def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> 
 
 def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
     """Return the config with these settings instead of its own values."""
+    if not settings:
+        return config
     sync, outer = config.sync, config.outer
     return replace(
         config,

@@ -209,10 +209,10 @@ class Inbox:
             self._between()
             found = job if isinstance(job, Reason) else awaited(job, self._between)
             if isinstance(found, Addend):
-                addend = replace(found, contribution=self._believed(found.contribution, state))
-                self._put(addend)
-                self._use_up(addend.contribution, state)
-                yield addend.contribution
+                believed = self._believed(found.contribution, state)
+                self._put(found if believed is found.contribution else replace(found, contribution=believed))
+                self._use_up(believed, state)
+                yield believed
                 continue
             if not isinstance(job, Reason) and delivery.contribution is not None:
                 self._free(delivery.entry, delivery.contribution)
@@ -269,7 +269,10 @@ class Inbox:
         steps = claims.steps_read(contribution, account, state.closed, self.config.sync.interval, fragments)
         cursors = state.cursors, self.cursors
         data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
-        return replace(contribution, data=data, tokens=claims.counted_tokens(contribution, self.config))
+        tokens = claims.counted_tokens(contribution, self.config)
+        if (data, tokens) == (contribution.data, contribution.tokens):
+            return contribution
+        return replace(contribution, data=data, tokens=tokens)
 
     def _reserve(self, entry: str, c: Contribution) -> None:
         """Take room for a contribution, and refuse its repeats from now on."""
@@ -296,7 +299,7 @@ class Inbox:
             self._identities.discard(addend.contribution.identity)
             self._entries.pop(addend.entry, None)
         waiting = (addend.contribution for each in self._waiting.values() for addend in each.addends)
-        self.cursors = advanced({}, (position for c in waiting for position in c.positions))
+        self.cursors = advanced({}, (position for c in waiting for position in c.positions)) if self._waiting else {}
         return dropped
 
     # -- refusals -----------------------------------------------------------------------------------------------------

@@ -62,10 +62,6 @@ class Account(NamedTuple):
     credit: int = 0
     score: Score = Score()
 
-    def for_merge(self) -> Account:
-        """Return the account with only those values on which the merge of a round depends."""
-        return Account(round=self.round, credit=self.credit, score=self.score)
-
 
 def tokens_per_step_max(config: RunConfig) -> int:
     """Return the most tokens that an inner step can have."""

@@ -243,8 +243,8 @@ def merge_round(
     relative = [
         weight / largest for weight in final
     ]  # no sum of them overflows, and a contribution alone keeps its bits
-    for addend, one, weight, clip in zip(addends, sent, relative, clips, strict=True):
-        if spectra is not None:
+    for place, (addend, one, weight, clip) in enumerate(zip(addends, sent, relative, clips, strict=True)):
+        if spectra is not None and place:
             spectra.between()  # many large contributions take longer than a merger's lease
         if weight:
             acc = merge_rules.accumulate(acc, addend.body, groups, addend.norms, weight=weight, clip=clip)

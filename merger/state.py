@@ -207,13 +207,14 @@ class RunState:
 
     def needed_by(self, fragment: int, islands: AbstractSet[str]) -> RunState:
         """Return this state as far as the merge of a round of that fragment, with these islands, depends on it."""
+        accounts = {island: account for island, account in self.accounts.items() if island in islands}
         return RunState(
             closed=self.closed,
             step=self.step,
             staleness=self.staleness,
             norms={p: norms for p, norms in self.norms.items() if p == fragment},
             usual_batch=self.usual_batch,
-            accounts={island: account.for_merge() for island, account in self.accounts.items() if island in islands},
+            accounts={i: Account(round=a.round, credit=a.credit, score=a.score) for i, a in accounts.items()},
             steered=self.steered,
         )
 
