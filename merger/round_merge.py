@@ -232,7 +232,8 @@ def merge_round(
     spans = tuple((group.start, group.length) for group in groups)
     judged = judge(known, sent, spans, live) if config.scores else unjudged(known, len(sent))
     final, usual = weights.final(sent, judged.factors, config), weights.limit(norms, config.clip)
-    clips = [weights.clip(one.norm, min(usual, own)) for one, own in zip(sent, judged.limits, strict=True)]
+    limits = [min(usual, own) for own in judged.limits]
+    clips = [most / one.norm if one.norm > most else 1.0 for one, most in zip(sent, limits, strict=True)]
     if not any(final):
         published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
         kept = replace(fragment, published_N=published_N)

@@ -28,7 +28,7 @@ from archipelago.broker.errors import (
 )
 from archipelago.broker.machine import has_ended
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.transport import STANDBY_SECONDS, MergerStatus, MergerTransport
+from archipelago.broker.transport import STANDBY_SECONDS, MergerStatus
 from archipelago.merger.service import Merger
 
 RETRY_SECONDS = 0.5
@@ -62,7 +62,7 @@ def serve(
         BrokerError: The same fault came back after FAULTS_MAX repairs.
     """
     merger.rules.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
-    standing = Standing(merger.transport, merger.holder, merger.clock)
+    standing = Standing(merger)
     is_over, troubles = False, Troubles()
     try:
         while not is_over and not stopped():
@@ -74,7 +74,7 @@ def serve(
                         standing.wait()
                         pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
                         continue
-                    standing.take_over()
+                    standing.end(takes_over=True)
                     with progress("loading the run's state"):
                         merger.load()
                     closed = merger.state.closed
@@ -176,48 +176,39 @@ def numbering() -> str:
 
 
 class Standing:
-    """One merger's time as a standby. Call `wait` while another merger holds the lease, and `end` afterwards.
+    """One merger's time as a standby. Call `wait` while another merger holds the lease, and `end` afterwards."""
 
-    Args:
-        name: The name under which this merger takes the lease.
-    """
-
-    def __init__(self, transport: MergerTransport, name: str, clock: Callable[[], float]) -> None:
-        self._transport, self._name, self._clock = transport, name, clock
-        self._announced_at = float("-inf")
-        #: The merger that served when we looked last; None while this merger is no standby.
-        self._serving: str | None = None
+    def __init__(self, merger: Merger) -> None:
+        self._merger = merger
+        #: When this merger has registered last; None while it is no standby.
+        self._registered_at: float | None = None
 
     def wait(self) -> None:
         """Tell the run and the log that this merger waits. Raises UnreachableError."""
-        if self._clock() - self._announced_at < ANNOUNCE_SECONDS:
+        merger, now = self._merger, self._merger.clock()
+        if self._registered_at is not None and now - self._registered_at < ANNOUNCE_SECONDS:
             return
-        self._announced_at = self._clock()
+        is_first, self._registered_at = self._registered_at is None, now
         try:
-            status = self._transport.reader.merger_status() or MergerStatus()
-            if self._serving is None or (status.holder and status.holder != self._serving):
-                known = f"{status.holder} serves this run with epoch {status.epoch}"
-                who = known if status.holder else "another one serves"
-                log.info("standing by as %s: %s. This merger takes over when that one ends", self._name, who)
-                self._serving = status.holder
-            self._transport.merger.stand_by(self._name)
+            if is_first:
+                status = merger.transport.reader.merger_status() or MergerStatus()
+                who = status.holder or "another one"
+                text = "standing by as %s: %s serves this run. This merger takes over when that one ends"
+                log.info(text, merger.holder, who)
+            merger.transport.merger.stand_by(merger.holder)
         except UnreachableError:
             raise
         except BrokerError as error:  # a full server, for example, refuses the sign of life; the lease still counts
             log.debug("cannot register as a standby: %s", error.what)
 
-    def take_over(self) -> None:
-        """Log that this merger has the lease now, if it was a standby."""
-        if self._serving is not None:
-            log.info("taking over: %s no longer serves", self._serving or "the other merger")
-        self.end()
-
-    def end(self) -> None:
-        """Remove this merger from the standbys of the run."""
-        if self._serving is None:
+    def end(self, *, takes_over: bool = False) -> None:
+        """Remove this merger from the standbys of the run, if it is one. Log that it `takes_over`."""
+        if self._registered_at is None:
             return
-        self._serving, self._announced_at = None, float("-inf")
+        self._registered_at = None
+        if takes_over:
+            log.info("taking over: the other merger no longer serves")
         try:
-            self._transport.merger.stand_down(self._name)
+            self._merger.transport.merger.stand_down(self._merger.holder)
         except BrokerError as error:
             log.debug("cannot leave the list of standbys, whose entries expire: %s", error.what)

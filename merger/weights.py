@@ -81,11 +81,6 @@ class Weighed:
     running: RunningMean
 
 
-def raw_weight(tokens: float, steps: int) -> float:
-    """Return `tokens · (tokens / steps)`, the work done times its batch size (Algorithm 2). steps ≥ 1."""
-    return tokens * (tokens / steps)
-
-
 def shares(weights: Sequence[float]) -> list[float]:
     """Return each weight's part of their sum. Not all are zero. A single weight gets exactly 1.0.
 
@@ -129,19 +124,15 @@ def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list
     return [level / totals[i] if totals[i] > level * (1.0 + _ROUNDING) else 1.0 for i in islands]
 
 
-def gain(mean_staleness_factor: float, running: RunningMean) -> float:
-    """Return the factor on a round: its mean s over the running mean of earlier rounds, at most GAIN_MAX."""
-    return min(mean_staleness_factor / running.value, GAIN_MAX)
-
-
 def final(sent: Sequence[Sent], factors: Sequence[float], config: MergeConfig) -> list[float]:
     """Return the weights of a round's contributions, with these factors of their islands and the share cap.
 
-    Without its factor, a weight is positive, even that of a contribution without tokens.
+    The weight `tokens · (tokens / steps)` is the work done times its batch size (Algorithm 2). Without its factor, a
+    weight is positive, even that of a contribution without tokens.
     """
     staleness = STALENESS[config.staleness]
     own = [
-        factor * max(raw_weight(one.tokens, one.steps), _IDLE) * staleness(one.staleness)
+        factor * max(one.tokens * (one.tokens / one.steps), _IDLE) * staleness(one.staleness)
         for one, factor in zip(sent, factors, strict=True)
     ]
     lowered = capped(own, [one.island for one in sent], config.share_cap)
@@ -154,13 +145,15 @@ def weigh(weights: Sequence[float], staleness: Sequence[int], config: MergeConfi
     Args:
         weights: The final weights of the contributions, not all 0.
 
-    The gain is `gain(mean s, running)`, where the mean is weighted by the weights without s. When `config.normalise`
+    The gain is the mean s over the running mean of earlier rounds, at most GAIN_MAX. The mean s is weighted by the
+    weights without s. When `config.normalise`
     is off, the gain is the mean s itself, so stale rounds take smaller steps.
     """
     of_round = shares(weights)
     s = [STALENESS[config.staleness](each) for each in staleness]
     mean = math.fsum(of_round) / math.fsum(share / factor for share, factor in zip(of_round, s, strict=True))
-    return Weighed(tuple(of_round), gain(mean, running) if config.normalise else mean, running.after(mean))
+    gain = min(mean / running.value, GAIN_MAX) if config.normalise else mean
+    return Weighed(tuple(of_round), gain, running.after(mean))
 
 
 # -- clipping ------------------------------------------------------------------------------------------------------
@@ -175,11 +168,6 @@ def path(config: RunConfig, steps: int, run_step: float) -> float:
     if config.has_user_loops:  # the run does not know their learning rates
         return float(steps)
     return steps * max(inner.rate_at(max(0.0, run_step - steps / 2)), RATE_LEAST * inner.peak)
-
-
-def clip(norm: float, limit: float) -> float:
-    """Return the factor that brings a norm down to its limit; 1 if it is not above."""
-    return limit / norm if norm > limit else 1.0
 
 
 def with_norm(norms: Norms, clipped_norm: float) -> Norms:

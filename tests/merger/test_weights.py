@@ -40,10 +40,8 @@ from archipelago.merger.weights import (
     RunningMean,
     capped,
     final,
-    gain,
     limit,
     path,
-    raw_weight,
     shares,
     weigh,
     with_norm,
@@ -54,9 +52,7 @@ CONFIG = MergeConfig(staleness="polynomial", normalise=True)
 NOTHING = encoded(np.zeros(0, np.float32), "float32")
 
 
-def test_raw_weights_and_staleness_factors_by_hand() -> None:
-    assert raw_weight(tokens=600, steps=3) == 600 * 200  # 600 / 3 = 200 tokens a step
-    assert raw_weight(tokens=10, steps=4) == 25.0  # 10 · 2.5
+def test_staleness_factors_by_hand() -> None:
     factors = {"none": {0: 1.0, 99: 1.0}, "polynomial": {0: 1.0, 3: 0.5, 8: 1 / 3}}  # (1 + staleness)^−½
     for name, by_hand in factors.items():
         for staleness, wanted in by_hand.items():
@@ -128,8 +124,7 @@ def test_gains_are_relative_to_the_running_mean_and_clamped() -> None:
     off = replace(CONFIG, normalise=False)
     assert weigh([50.0], [3], off, RunningMean(0.5)).gain == 0.5
     assert weigh([50.0], [3], CONFIG, RunningMean(0.5)).gain == 1.0
-    assert gain(1.0, RunningMean(0.1)) == GAIN_MAX == 2.0
-    assert gain(0.3, RunningMean(0.2)) == pytest.approx(1.5)
+    assert weigh([50.0], [0], CONFIG, RunningMean(0.1)).gain == GAIN_MAX == 2.0
     running = RunningMean()
     for _ in range(20):
         running = running.after(0.5)
