@@ -40,6 +40,7 @@ class RedisIsland:
         connection = reader.connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stamps, self._signing = connection.stamps, connection.signing
+        self._looks: dict[str, tuple[list[str], list[tuple[str, ...]]]] = {}
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)
@@ -68,13 +69,11 @@ class RedisIsland:
             return bool(self._redis.xrange(self._keys.updates(sender), id_, id_))
 
     def look_around(self, island: str, claim: NameClaim | None) -> Around:
-        names = heard_by(island)
-        requests = [("hget", self._keys.control, name) for name in names]
+        if island not in self._looks:
+            self._looks[island] = self._look_of(island)
+        names, commands = self._looks[island]
         with self._connection.translated():  # other types of value under these keys must not stop the island
-            signs, stored, uid, *found = self._connection.tolerant(
-                ("exists", self._keys.members), ("get", self._keys.name(island)),
-                ("hget", self._keys.manifest, "uid"), *requests
-            )  # fmt: skip
+            signs, stored, uid, *found = self._connection.tolerant(*commands)
         if signs and not self._signing.is_on:
             self._members.require_unsigned()
         if claim is not None:
@@ -82,6 +81,12 @@ class RedisIsland:
             is_lost = held is None or newest_claim(claim, held) != held
             claim = self._confirmed(self._keys.name(island), claim) if is_lost else held
         return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(names, found))
+
+    def _look_of(self, island: str) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Return the operator's requests that an island looks for, and all commands with which it looks around."""
+        keys, names = self._keys, list(heard_by(island))
+        requests = [("hget", keys.control, name) for name in names]
+        return names, [("exists", keys.members), ("get", keys.name(island)), ("hget", keys.manifest, "uid"), *requests]
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
         key = self._keys.island(heartbeat.island)

@@ -319,7 +319,8 @@ class Participant:
 
     def _heartbeat(self, state: str) -> Heartbeat:
         link, ledger, uplink, seconds = self.link, self.ledger, self.link.uplink, self.speed.step_seconds
-        memory = self.host.memory.newest()
+        memory, staleness, tokens = self.host.memory.newest(), ledger.staleness, ledger.unsent_tokens
+        backlog, queued_tokens, unreadable = link.backlog, link.queued_tokens, link.unreadable
         unserved = "no merger serves the run" if link.heartbeats.serving.is_served is False else ""
         return replace(
             link.heartbeats.first,
@@ -331,8 +332,8 @@ class Participant:
             tokens_per_second=self.tokens_per_step / seconds if seconds else 0.0,
             step_seconds=seconds,
             loss=self.losses.mean,
-            staleness=ledger.staleness,
-            backlog=link.backlog,
+            staleness=staleness,
+            backlog=backlog,
             sent=uplink.contributions,
             refused=ledger.refused,
             last_refusal=ledger.last_refusal,
@@ -344,8 +345,8 @@ class Participant:
             uplink_bytes_per_second=1.0 / uplink.seconds_a_byte if uplink.seconds_a_byte else math.nan,
             downlink_bytes_per_second=1.0 / uplink.down_seconds_a_byte if uplink.down_seconds_a_byte else math.nan,
             ignored=uplink.ignored,
-            unreadable=link.unreadable,
-            tokens_unsent=(ledger.unsent_tokens + link.queued_tokens) // len(ledger.counts),
+            unreadable=unreadable,
+            tokens_unsent=(tokens + queued_tokens) // len(ledger.counts),
             memory_bytes=memory.process,
             host_memory_bytes=memory.host,
             host_memory_limit_bytes=memory.host_limit,

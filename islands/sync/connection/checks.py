@@ -123,7 +123,7 @@ def differences_after(version: int, announced: Mapping[int, Snapshot]) -> list[S
     return known
 
 
-def require_same_run(reader: ReaderClient, manifest: Manifest, uid: str | None) -> None:
+def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
     """Raise ConfigError (`island.other-run`) if another run has the name of this one.
 
     A run that continues from a checkpoint is the same run, and its islands go back to that checkpoint. A new run under
@@ -133,10 +133,7 @@ def require_same_run(reader: ReaderClient, manifest: Manifest, uid: str | None) 
     Args:
         reader: The connection to the run of that name.
         manifest: The run that the island joined.
-        uid: The uid in the run's manifest, as it was read just now.
     """
-    if uid in (None, manifest.uid):
-        return
     try:
         is_other = reader.manifest().uid != manifest.uid
     except (UnknownRunError, ConfigError):

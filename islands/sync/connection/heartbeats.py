@@ -145,6 +145,7 @@ class Heartbeats:
         self.is_replaced, self.request, self._own_field = False, "", island_field(self.name)
         self.run_steps = manifest.config.inner.steps
         self.serving = Serving(transport.reader, manifest.run, clock)
+        self._requests: Mapping[str, str] = {}
         self._claim: NameClaim | None = None
         self._told: list[Heartbeat | None] = [None] * len(channels)
         self._served = [False] * len(channels)
@@ -242,13 +243,15 @@ class Heartbeats:
             self._send_notes()
             self._note_told(0, beat)
             return
-        require_same_run(self._transport.reader, self._manifest, found.uid)
+        if found.uid not in (None, self._manifest.uid):
+            require_same_run(self._transport.reader, self._manifest)
         began = self._clock()
         if self._has_stalled(beat, began):
             return
         self._served[0] = self._transport.island.heartbeat(beat)
         self._uplink.answered(self._clock() - began)
-        self._set_run_steps(found.requests)
+        if found.requests != self._requests:
+            self._set_run_steps(found.requests)
         self.serving.heard(is_served=any(self._served), is_over=self._is_over)
         request = found.requests.get(self._own_field, "")
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
@@ -273,6 +276,7 @@ class Heartbeats:
         return max(channel.inbox.step for channel in self._channels) >= self.run_steps
 
     def _set_run_steps(self, requests: Mapping[str, str]) -> None:
+        self._requests = requests
         self.run_steps = run_steps(self._manifest.config, requests, self.run_steps)
         for channel in self._channels:
             channel.inbox.run_steps = self.run_steps

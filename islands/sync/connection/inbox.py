@@ -79,6 +79,7 @@ class Inbox:
         self._reader, self._manifest, self._outbox = transport.reader, manifest, outbox
         self._uplink, self._clock = uplink, clock
         self._fragments, self._interval = manifest.own_fragments, manifest.config.sync.interval
+        self._rounds, self._open = manifest.own_rounds, min(manifest.config.sync.window, len(self._fragments))
         self._sends_differences = manifest.config.wire.sends_differences
         #: Brings an arrived fragment to the island's device, in this thread, so that the training thread does not wait.
         self.prepare: Callable[[int, Vector], Any] = lambda p, params_N: params_N
@@ -103,7 +104,7 @@ class Inbox:
 
     def hear_of(self, number: int) -> None:
         """Believe that this round was closed last."""
-        self.heard_round, self._window = number, self._manifest.window_after(number)
+        self.heard_round, self._window = number, self._rounds.following(number, self._open)
 
     def join(self) -> list[Arrival]:
         """Fetch all fragments, and set the position in the stream so that no newer event is missed.
@@ -226,7 +227,8 @@ class Inbox:
             case Refusal(repeat=False) | Refusal(decided=True):  # a broker that died may have lost the first refusal
                 self._outbox.refused(event.identity_text)
             case Resume(round=number):
-                require_same_run(self._reader, self._manifest, self._reader.uid())
+                if self._reader.uid() not in (None, self._manifest.uid):
+                    require_same_run(self._reader, self._manifest)
                 tape = self._tape_since(self._outbox.first_merged_round, number)
                 self._must_resend = True
                 self._outbox.undo(number, tape)
@@ -365,7 +367,8 @@ class Inbox:
             if found_N is None:
                 return None
             vector_N = found_N
-            self.listen()
+            if snapshot is not chain[-1]:
+                self.listen()
             if self.held.get(p) is not held:
                 return None  # the run went back meanwhile
         if digest_of(vector_N) != chain[-1].held:

@@ -66,6 +66,7 @@ class Link:
         leases: Its leases of ranges of text.
         giver: Gives its inner optimiser state to newcomers.
         uplink: Measures of the connection.
+        unsound: The fragments of contributions that were dropped, because they were not sound.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Link:
         """
         self.transport, self.manifest, self.who, self.clock = transport, manifest, who, clock
         self.uplink = Uplink()
+        self.unsound: list[int] = []
         self._changed = threading.Condition()
         self.channels = [self._channel(shard, each) for shard, each in enumerate(shards_of(transport))]
         self.heartbeats = Heartbeats(transport, self.channels, manifest, who, self.uplink, clock, wall, self._changed)
@@ -112,7 +114,7 @@ class Link:
         self.pumps = Pumps([*pumps, *self._telling, self._beating, self._helping], self._changed)
 
     def _channel(self, shard: int, transport: IslandTransport) -> Channel:
-        outbox = Outbox(transport, self.manifest.config.wire, self.uplink, self.clock, self._changed)
+        outbox = Outbox(transport, self.manifest.config.wire, self.uplink, self.clock, self._changed, self.unsound)
         inbox = Inbox(transport, self.manifest.of_shard(shard), outbox, self.uplink, self.clock)
         return Channel(shard, transport, outbox, inbox)
 
@@ -126,7 +128,7 @@ class Link:
 
     def take(self) -> News:
         """Return what was received since the last call."""
-        news = News([], [], self.giver.take())
+        news = News([], [], self.giver.take() if self.giver.is_willing else [])
         for channel in self.channels:
             events, arrivals = channel.inbox.take()
             news.events.extend((channel.shard, event) for event in events)
@@ -153,11 +155,6 @@ class Link:
     def undecided(self) -> int:
         """The number of contributions that the merger has neither merged nor refused yet."""
         return sum(len(channel.outbox.unresolved_rounds()) for channel in self.channels)
-
-    @property
-    def unsound(self) -> list[int]:
-        """The fragments of contributions that were dropped, because they were not sound."""
-        return [fragment for channel in self.channels for fragment in channel.outbox.unsound]
 
     @property
     def unreadable(self) -> str:

@@ -89,20 +89,20 @@ class Outbox:
         uplink: Uplink,
         clock: Callable[[], float],
         changed: threading.Condition,
+        unsound: list[int],
     ) -> None:
         """Create an empty outbox.
 
+        The fragments of drafts that are not sound, and so are dropped, are added to `unsound`.
         The measures of the link decide whether compression pays. `changed` is notified when a contribution has left
         the queue, or was decided about.
         """
         self._transport, self._wire, self._uplink, self._clock = transport, wire, uplink, clock
-        self._changed = changed
+        self._changed, self._unsound = changed, unsound
         #: Whether nothing more is sent, because another process has the island's name.
         self.is_closed = False
         #: The contributions that the broker has not taken yet.
         self.queued: deque[Draft] = deque()
-        #: The fragments of drafts that were not sound. They were dropped.
-        self.unsound: list[int] = []
         self._encoded: tuple[Draft, Sent] | None = None
         self._attempted: Sent | None = None  # the one that was published last, successfully or not
         self._sent: dict[str, Sent] = {}  # by identity
@@ -137,7 +137,7 @@ class Outbox:
         """Encode and publish the oldest queued contribution. It stays queued if that fails."""
         draft = self.queued[0]
         if not draft.is_sound():
-            self.unsound.append(draft.header.fragment)
+            self._unsound.append(draft.header.fragment)
             self._dequeue()
             return
         self._require_room()

@@ -161,7 +161,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.outbox = Outbox(cast(Any, None), WireConfig(), Uplink(), lambda: self.now, threading.Condition())
+        self.outbox = Outbox(cast(Any, None), WireConfig(), Uplink(), lambda: self.now, threading.Condition(), [])
 
     def merge(self, number: int, now: float = 0.0, payload: bytes = b"12") -> None:
         """Let a contribution of that number be merged in the round of that number."""
