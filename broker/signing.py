@@ -140,11 +140,30 @@ def is_signed(public: bytes, message: bytes, signature: bytes) -> bool:
 class Signing:
     """How one process signs what it writes and checks what it reads.
 
-    This one is that of a run whose members are not invited: nothing is signed, and everything is accepted.
+    In a run whose members are not invited, nothing is signed, and everything is accepted.
+
+    Args:
+        run: The name of the run.
+        name: The member's name, or MERGER for all mergers.
+        private: The private key; None for a member that only reads.
+        merger_key: The public key of the run's mergers, from the join file; None if the members do not sign.
+        key_of: Returns the public key of an island of that name; None if it is no member.
+
+    Attributes:
+        is_on: Whether messages must be signed.
     """
 
-    #: Whether messages must be signed.
-    is_on = False
+    def __init__(
+        self,
+        run: str = "",
+        name: str = "",
+        private: bytes | None = None,
+        merger_key: bytes | None = None,
+        key_of: Callable[[str], bytes | None] = lambda island: None,
+    ) -> None:
+        self._run, self._name, self._merger_key, self._key_of = run, name, merger_key, key_of
+        self._private = None if private is None else Ed25519PrivateKey.from_private_bytes(private)
+        self.is_on = merger_key is not None
 
     def signed(
         self,
@@ -169,47 +188,8 @@ class Signing:
         Raises:
             ConfigError: This process has no key to sign with (`signature.no-key`).
         """
-        return dict(fields) if payload is None or DIGEST in fields else {**fields, DIGEST: digest(payload)}
-
-    def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
-        """Raise SignatureError unless `sender` has signed the fields. Nothing else may look at them before.
-
-        They name the digest of the payload, with which its reader compares it (`wire.is_digest`).
-        """
-
-
-class SigningOn(Signing):
-    """The Signing of one member of a run.
-
-    Args:
-        run: The name of the run.
-        name: The member's name, or MERGER for all mergers.
-        private: The private key; None for a member that only reads.
-        merger_key: The public key of the run's mergers, from the join file.
-        key_of: Returns the public key of an island of that name; None if it is no member.
-    """
-
-    is_on = True
-
-    def __init__(
-        self, run: str, name: str, private: bytes | None, merger_key: bytes, key_of: Callable[[str], bytes | None]
-    ) -> None:
-        self._run = run
-        self._name = name
-        self._private = None if private is None else Ed25519PrivateKey.from_private_bytes(private)
-        self._merger_key = merger_key
-        self._key_of = key_of
-
-    def signed(
-        self,
-        kind: Kind,
-        fields: Mapping[str, str],
-        *,
-        about: str = "",
-        payload: bytes | None = None,
-        stamp: str = "",
-        sender: str = "",
-    ) -> dict[str, str]:
+        if not self.is_on:
+            return dict(fields) if payload is None or DIGEST in fields else {**fields, DIGEST: digest(payload)}
         if self._private is None:
             raise ConfigError(
                 f"{self._name} has no key to sign with, and the run {self._run!r} requires signatures",
@@ -226,6 +206,12 @@ class SigningOn(Signing):
         return {**out, SIGNATURE: self._private.sign(message).hex()}
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
+        """Raise SignatureError unless `sender` has signed the fields. Nothing else may look at them before.
+
+        They name the digest of the payload, with which its reader compares it (`wire.is_digest`).
+        """
+        if self._merger_key is None:
+            return
         signature = raw.get(SIGNATURE.encode())
         if signature is None:
             raise SignatureError(f"{sender} did not sign it", code="signature.wrong")

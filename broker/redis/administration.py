@@ -28,7 +28,6 @@ from archipelago.broker.signing import (
     WITH_PAYLOAD,
     Kind,
     Signing,
-    SigningOn,
     covered,
     public_key,
 )
@@ -55,7 +54,7 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
     """
     redis, keys, stamps = connection.redis, connection.keys, connection.stamps
     context = f"{connection.run}:s{connection.shard}" if connection.shard else connection.run
-    signing = SigningOn(context, MERGER, key, public_key(key), lambda _: None)
+    signing = Signing(context, MERGER, key, public_key(key), lambda _: None)
 
     def sign(kind: Kind, key: str, about: str, limit: int | None = None, stamp: str = "") -> int:
         """Sign the hash of that key, and return its version."""
@@ -331,4 +330,4 @@ def signing_of(invitation: Invitation | None, run: str, key_of: Callable[[str], 
         return Signing()
     name = MERGER if invitation.role in ("merger", "admin") else invitation.name
     private = raw_key(invitation.private_key) if invitation.private_key else None
-    return SigningOn(run, name, private, raw_key(invitation.merger_key), key_of)
+    return Signing(run, name, private, raw_key(invitation.merger_key), key_of)

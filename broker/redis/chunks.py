@@ -131,7 +131,8 @@ class ChunkStore:
 
         They may have expired. Or the entry of an attempt whose connection broke has arrived after all, and keeps them.
         """
-        found = _asked_together(pipe.connection, _questions(chunks))
+        questions = [(command, chunk) for chunk in chunks for command in ("STRLEN", "TTL")]
+        found = _asked_together(pipe.connection, questions)
         if found[::2] != _sizes(size) or KEPT in found[1::2]:
             raise DisturbedError
 
@@ -179,7 +180,8 @@ class ChunkStore:
             arrived(memoryview(raw[PAYLOAD.encode()]))
             return raw[PAYLOAD.encode()]
         name, count = _pointer(raw)
-        if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
+        most = self.payload_max() if limit is None else limit
+        if size > most or count != -(-size // CHUNK_BYTES):
             raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.payload")
         sizes = _sizes(size)
         # One byte more than the size shows a chunk that is longer, and no server sends more of it.
@@ -214,9 +216,6 @@ class ChunkStore:
             return []  # forged: not worth a command of that size
         return [self._chunk(name, index) for index in range(count)]
 
-    def _limit(self, limit: int | None) -> int:
-        return self.payload_max() if limit is None else limit
-
 
 def _sizes(size: int) -> list[int]:
     """Return the size of each chunk of a payload."""
@@ -226,11 +225,6 @@ def _sizes(size: int) -> list[int]:
 def _pointing(name: str, payload: bytes) -> dict[str, str | bytes]:
     """Return the fields that point to the chunks of a payload."""
     return {CHUNKS: str(len(_sizes(len(payload)))), NAME: name}
-
-
-def _questions(chunks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the commands that ask for the length and the time to live of each chunk."""
-    return [(command, chunk) for chunk in chunks for command in ("STRLEN", "TTL")]
 
 
 def _read_joined(

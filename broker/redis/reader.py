@@ -38,7 +38,7 @@ from archipelago.broker.redis.replies import (
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import MERGER, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
+from archipelago.broker.signing import MERGER, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import (
     NOTES_EACH,
     NOTES_KEPT,
@@ -120,13 +120,12 @@ class RedisReader:
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
 
     def heads(self) -> list[Snapshot | None]:
-        names = [*(f.name for f in dataclasses.fields(Snapshot)), STAMP, SIGNATURE]
         shape = self.stored.shape()
         with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for p in shape.own_fragments:
-                pipe.hmget(self._keys.head(p), names)
+                pipe.hgetall(self._keys.head(p))
             answers = pipe.execute(raise_on_error=False)
-        found = {p: self._head(p, names, answer) for p, answer in zip(shape.own_fragments, answers, strict=True)}
+        found = {p: self._head(p, answer) for p, answer in zip(shape.own_fragments, answers, strict=True)}
         return [found.get(p) for p in range(len(shape.fragments))]
 
     def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
@@ -141,10 +140,9 @@ class RedisReader:
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
             return payload if is_sound else None
 
-    def _head(self, p: int, names: Sequence[str], values: Any) -> Snapshot | None:
-        if isinstance(values, Exception) or not any(values):  # another type under that key, or nothing
+    def _head(self, p: int, found: Any) -> Snapshot | None:
+        if isinstance(found, Exception) or not found:  # another type under that key, or nothing
             return None
-        found = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
         try:
             self._signing.verify("head", MERGER, found, about=str(p))
             self._events.accept(self._keys.head(p), found)

@@ -19,7 +19,6 @@ from archipelago.broker.signing import (
     Kind,
     SignatureError,
     Signing,
-    SigningOn,
     SnapshotOrder,
     Stamps,
     canonical,
@@ -41,8 +40,8 @@ Raw = dict[bytes, bytes]
 Fields = st.dictionaries(st.binary(max_size=6), st.binary(max_size=6), max_size=4)
 
 
-def signing(name: str = "oslo", private: bytes | None = OSLO, run: str = "demo") -> SigningOn:
-    return SigningOn(run, name, private, RUN_PUBLIC, KEYS.get)
+def signing(name: str = "oslo", private: bytes | None = OSLO, run: str = "demo") -> Signing:
+    return Signing(run, name, private, RUN_PUBLIC, KEYS.get)
 
 
 def stored(fields: Mapping[str, str], **more: bytes) -> Raw:

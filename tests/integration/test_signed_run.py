@@ -17,7 +17,7 @@ from archipelago.broker.errors import ConfigError, FencedError, WireError
 from archipelago.broker.invitation import Invitation, Member, key_text
 from archipelago.broker.messages import Call, Resume, Snapshot, to_fields
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.signing import EPOCHS_SKIPPED, MERGER, SignatureError, SigningOn, generate
+from archipelago.broker.signing import EPOCHS_SKIPPED, MERGER, SignatureError, Signing, generate
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, digest_of, full_snapshot, newest, pack, signed_digest
 from archipelago.merger.round_merge import RoundMerge
@@ -165,7 +165,7 @@ def forge_events(run: SignedRun) -> None:
     snapshot = Snapshot(1 << 40, 0, 1 << 40, 1 << 40, "float32", len(payload), digest(payload), "")
     for kind, event in [("snapshot", snapshot), ("resume", Resume(0, 1 << 40)), ("call", Call(1 << 40, 0))]:
         run.raw.xadd(key, {"kind": kind, **to_fields(event)})
-        stranger = SigningOn(run.keys.run, MERGER, generate()[0], run.keys.public[MERGER], lambda _: None)
+        stranger = Signing(run.keys.run, MERGER, generate()[0], run.keys.public[MERGER], lambda _: None)
         run.raw.xadd(key, stranger.signed("event", {"kind": kind, **to_fields(event)}, stamp=f"{1 << 40}-1"))
     for _, fields in old:
         run.raw.xadd(key, fields)

@@ -54,12 +54,13 @@ def last_round(heads: Heads) -> int | None:
 
 
 def judged(
-    event: Event, heard: int, window: Sequence[int], read_heads: Callable[[], Heads]
+    event: Event, manifest: Manifest, heard: int, window: Sequence[int], read_heads: Callable[[], Heads]
 ) -> tuple[tuple[Event, ...], str]:
-    """Return what an island does about an event without a fault, after it has heard of round `heard`.
+    """Return what an island does about an event, after it has heard of round `heard`.
 
     Args:
         event: The event.
+        manifest: The run or the shard.
         heard: The last closed round that the island believes in.
         window: The rounds after it that can be open, in order.
         read_heads: Returns headers of the fragments that were read after the event. Called only if the round is not
@@ -68,6 +69,8 @@ def judged(
     Returns:
         The events to process in its place, in order, and why it is ignored, or an empty text.
     """
+    if fault := fault_in(event, manifest):
+        return (), fault
     match event:
         case Snapshot(round=number) if number > window[0]:
             head = read_heads()[event.fragment]

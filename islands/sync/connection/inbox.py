@@ -188,10 +188,7 @@ class Inbox:
         news = self._reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         self._heads = None  # headers are read at most once for these events
         for entry, event in news:
-            events: tuple[Event, ...] = ()
-            fault = fault_in(event, self._manifest)
-            if not fault:
-                events, fault = judged(event, self.heard_round, self._window, self._known_heads)
+            events, fault = judged(event, self._manifest, self.heard_round, self._window, self._known_heads)
             if fault:
                 self._ignore(fault)
             for each in events:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +19,7 @@ REFUSED = "broker.access"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pump:
     """One kind of work.
 
@@ -30,6 +29,8 @@ class Pump:
         wait_seconds: How long its thread rests between two calls unless it is woken; None rests until it is woken.
         patient_work: Called by its thread instead of `work`; it may wait for more work.
         wake: Set this to wake the thread.
+        trouble: Its last error, until a call succeeds.
+        refusals: How many calls in a row were refused for their credentials.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Pump:
     wait_seconds: float | None = None
     patient_work: Callable[[], None] | None = None
     wake: threading.Event = field(default_factory=threading.Event)
+    trouble: str = ""
+    refusals: int = 0
 
 
 class Pumps:
@@ -53,20 +56,18 @@ class Pumps:
         self._pumps = pumps
         self._changed = changed
         self.failure: Exception | None = None
-        self._refusals: Counter[str] = Counter()
-        self._troubles: dict[str, str] = {}  # by pump, because success of one pump does not end the trouble of another
         self._stopping = threading.Event()
         self.threads: list[threading.Thread] = []
 
     @property
     def trouble(self) -> str:
         """The last error of any failing pump; empty if none fails."""
-        return next(iter(list(self._troubles.values())), "")
+        return next((pump.trouble for pump in self._pumps if pump.trouble), "")
 
     def run_once(self) -> None:
         """Run each pump once in the calling thread, without waiting. After an outage, pending work is kept."""
         for pump in self._pumps:
-            self._attempt(pump.name, pump.work)
+            self._attempt(pump, pump.work)
 
     def start(self) -> None:
         """Start one thread for each pump."""
@@ -86,7 +87,7 @@ class Pumps:
     def _keep_pumping(self, pump: Pump) -> None:
         failures = 0
         while not self._stopping.is_set():
-            if self._attempt(pump.name, pump.patient_work or pump.work):
+            if self._attempt(pump, pump.patient_work or pump.work):
                 failures = 0
                 if pump.patient_work is None:
                     pump.wake.wait(pump.wait_seconds)
@@ -95,22 +96,22 @@ class Pumps:
                 self._stopping.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
                 failures += 1
 
-    def _attempt(self, name: str, work: Callable[[], None]) -> bool:
+    def _attempt(self, pump: Pump, work: Callable[[], None]) -> bool:
         try:
             work()
         except (BrokerError, WireError) as error:
-            if not self._troubles and not self._stopping.is_set():  # the owner may have closed the connection
+            if not self.trouble and not self._stopping.is_set():  # the owner may have closed the connection
                 log.warning("the link is down, training continues: %s", error.what)
-            self._troubles[name] = error.what[:500]
-            self._refusals[name] = self._refusals[name] + 1 if error.code == REFUSED else 0
-            if self._refusals[name] >= REFUSALS_MAX:
+            pump.trouble = error.what[:500]
+            pump.refusals = pump.refusals + 1 if error.code == REFUSED else 0
+            if pump.refusals >= REFUSALS_MAX:
                 self._fail(error)
             return False
         except Exception as error:  # noqa: BLE001 - the island raises it, so that no thread dies unnoticed
             self._fail(error)
             return False
-        self._refusals[name] = 0
-        if self._troubles.pop(name, None) and not self._troubles:
+        was_in_trouble, pump.trouble, pump.refusals = bool(pump.trouble), "", 0
+        if was_in_trouble and not self.trouble:
             log.info("the link is up again")
         return True
 

@@ -61,7 +61,7 @@ def test_an_island_at_round_ten_believes_what_the_headers_confirm() -> None:
         (Marker(1, HUGE), (9, 10), "ignored"),
     ]
     for event, stored, expected in cases:
-        events, fault = judged(event, 10, (11, 12), partial(heads, *stored))
+        events, fault = judged(event, MANIFEST, 10, (11, 12), partial(heads, *stored))
         back = Resume(max(stored), 0)
         wanted = {"accepted": (event,), "ignored": (), "goes back": (back, event), "goes back without it": (back,)}
         assert events == wanted[expected], event
