@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from pydantic import ValidationError
+
 
 class ArchipelagoError(Exception):
     """The base of all errors that a user can meet.
@@ -36,14 +38,7 @@ class MismatchError(ConfigError):
     code = "config.mismatch"
 
     def __init__(
-        self,
-        subject: str,
-        run_value: object,
-        worker_value: object,
-        remedy: str,
-        *,
-        code: str = "",
-        what: str = "",
+        self, subject: str, run_value: object, worker_value: object, remedy: str, *, code: str = "", what: str = ""
     ) -> None:
         self.subject, self.run_value, self.worker_value = subject, run_value, worker_value
         super().__init__(
@@ -150,3 +145,12 @@ def require_number(flag: str, value: float, remedy: str, least: float = 0.0, mos
     """Raise ConfigError unless the number that a user gave for a flag is finite and from `least` to `most`."""
     if not least <= value <= most or math.isinf(value):
         raise ConfigError(f"{flag} cannot be {value}", remedy, code="config.value")
+
+
+def fault_in(error: Exception) -> str:
+    """Return what is wrong with data from outside, and where. Of what pydantic refused, it quotes nothing."""
+    if not isinstance(error, ValidationError):
+        return f"{error!r:.300}"
+    fault = error.errors()[0]
+    where = ".".join(map(str, fault["loc"]))
+    return (f"{where}: " if where else "") + fault["msg"][:1].lower() + fault["msg"][1:]

@@ -25,7 +25,7 @@ from annotated_types import Predicate
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from archipelago.broker.address import parse_address
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ConfigError, WireError, fault_in
 from archipelago.broker.files import PRIVATE, write_atomically
 from archipelago.broker.messages import Name
 from archipelago.broker.redis.keys import is_name
@@ -222,10 +222,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _parsed(kind: type[Stored], text: str | bytes) -> Stored:
-    """Parse JSON. Raises WireError, which quotes no value: some are secret."""
+    """Parse JSON. Raises WireError."""
     try:
         return _adapter(kind).validate_json(text)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise WireError(f"its {where}: {fault['msg']}" if where else fault["msg"]) from None
+        raise WireError(fault_in(error)) from None

@@ -20,7 +20,7 @@ from pydantic import StringConstraints, TypeAdapter
 
 from archipelago.broker import config as configs
 from archipelago.broker.config import RunConfig
-from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.errors import ConfigError, MismatchError, fault_in
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.messages import Name
 from archipelago.broker.shards.layout import SHARDS_MAX, Layout, OwnRounds, dealt
@@ -262,7 +262,7 @@ class Manifest:
             manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"the run's manifest cannot be read ({error!r:.300})",
+                f"the run's manifest cannot be read ({fault_in(error)})",
                 "It is damaged or of another version of archipelago. Create the run again with `archipelago init`.",
                 code="config.manifest",
             ) from None

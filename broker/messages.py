@@ -15,9 +15,9 @@ from functools import cache, cached_property
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, MaxLen
-from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Json, StringConstraints, TypeAdapter, ValidationError
 
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import WireError, fault_in
 from archipelago.broker.ranges import ReadPosition, parse_positions
 
 Message = TypeVar("Message")
@@ -279,7 +279,7 @@ class TapeEntry:
     bytes_up: Count
     loss: Measure
     digest: Digest
-    members: tuple[RoundMember, ...]
+    members: Annotated[tuple[RoundMember, ...], Json]
     unix_seconds: UnixSeconds = 0.0
     merge_seconds: Seconds = 0.0
     spectra_seconds: Seconds = 0.0
@@ -397,17 +397,7 @@ def from_raw(kind: type[Message], raw: Mapping[bytes, bytes]) -> Message:
 
 def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
     """Return the message in the fields. Raises WireError, which names the first invalid field."""
-    values: dict[str, Any] = dict(fields)
     try:
-        if kind is TapeEntry:
-            values["members"] = json.loads(values["members"])
-        return _adapter(kind).validate_python(values)  # type: ignore[no-any-return, arg-type]
+        return _adapter(kind).validate_python(fields)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
-        why = fault["msg"][:1].lower() + fault["msg"][1:]
-        raise WireError(f"{kind.__name__.lower()}: {where}: {why}", code="wire.message") from None
-    except KeyError as error:
-        raise WireError(f"{kind.__name__.lower()}: {error.args[0]}: missing", code="wire.message") from None
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"{kind.__name__.lower()}: members: {error!r:.80}", code="wire.message") from None
+        raise WireError(f"{kind.__name__.lower()}: {fault_in(error)}", code="wire.message") from None

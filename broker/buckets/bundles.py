@@ -13,17 +13,22 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import xxhash
+from annotated_types import Predicate
+from pydantic import TypeAdapter
 
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
+from archipelago.broker.errors import fault_in
 from archipelago.broker.files import staged_folder
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.wire import digest
 
-FORMAT = 1
+#: A path that names nothing outside of its folder.
+Inside = Annotated[str, Predicate(lambda path: not path.startswith("/") and ".." not in path.split("/"))]
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +42,10 @@ class BundleManifest:
         about: What the bundle holds, such as the name of its run.
     """
 
-    folder: str
-    files: Mapping[str, tuple[int, str]]
+    folder: Inside
+    files: Mapping[Inside, tuple[int, str]]
     about: Mapping[str, str]
-    format: int = FORMAT
+    format: Literal[1] = 1
 
 
 class Bundles:
@@ -58,15 +63,11 @@ class Bundles:
         """Read a manifest. Raises BucketError (`bucket.damaged`)."""
         try:
             body = json.loads(self.folder.read(f"{number}.json"))
-            if body.pop("digest") != _digest_of(body) or body["format"] != FORMAT:
-                raise ValueError("its digest differs, or its format is of another version")
-            files = {str(path): (int(size), str(check)) for path, (size, check) in body["files"].items()}
-            found = BundleManifest(str(body["folder"]), files, dict(body["about"]))
+            if body.pop("digest") != _digest_of(body):
+                raise ValueError("its digest differs")
+            return _adapter().validate_python(body)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise self._damaged(number, f"{number}.json cannot be read: {error}") from None
-        if any(path.startswith("/") or ".." in path.split("/") for path in (*files, found.folder)):
-            raise self._damaged(number, f"{number}.json names a file outside of its folder")
-        return found
+            raise self._damaged(number, f"{number}.json cannot be read: {fault_in(error)}") from None
 
     def put(self, number: int, source: Path, about: Mapping[str, str]) -> None:
         """Upload a folder. Until this returns, the bundle does not exist; a failed one leaves only files to prune.
@@ -148,6 +149,11 @@ class Bundles:
         return BucketError(
             f"bundle {number} in {self.folder} is damaged ({why})", "An earlier one is used.", code="bucket.damaged"
         )
+
+
+@cache
+def _adapter() -> TypeAdapter[BundleManifest]:
+    return TypeAdapter(BundleManifest)
 
 
 def _digest_of(body: Any) -> str:

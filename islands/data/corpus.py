@@ -29,7 +29,7 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from archipelago.broker.buckets.folder import BucketFolder, is_address
 from archipelago.broker.config import BYTES
-from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.errors import ConfigError, DataError, fault_in
 from archipelago.broker.files import require_local, staged_folder
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.observe.progress import progress
@@ -221,7 +221,7 @@ def _read_card(folder: Path) -> Card:
     except OSError as error:
         raise _damaged(folder, f"{CARD_FILE} cannot be read: {error.strerror}") from None
     except ValidationError as error:
-        raise _damaged(folder, f"{CARD_FILE}: {error.errors()[0]['msg'].lower()}") from None
+        raise _damaged(folder, f"{CARD_FILE}: {fault_in(error)}") from None
     splits, dtype = asdict(card.splits).values(), dtype_of(card.vocabulary)
     is_tokenised = card.vocabulary > BYTES
     is_consistent = (

@@ -32,7 +32,7 @@ from typing import Literal, get_args
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, fault_in
 from archipelago.ops.simulation.failures import Delays
 
 Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk", "clock"]
@@ -175,8 +175,7 @@ def _from_line(line: str, targets: Sequence[str]) -> Fault:
     try:
         fault = _ADAPTER.validate_python(json.loads(line))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from None
+        raise ValueError(fault_in(error)) from None
     if fault.target not in targets:
         raise ValueError(f"the target {fault.target!r} is none of {', '.join(targets)}")
     if not applies_to(fault.kind, fault.target):

@@ -70,7 +70,7 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_infinity=False)
     if annotation is bool:
         return st.booleans()
-    if annotation == tuple[RoundMember, ...]:
+    if get_args(annotation)[0] == tuple[RoundMember, ...]:
         return st.lists(message(RoundMember), max_size=3).map(tuple)
     kind, *constraints = get_args(annotation)
     bounds = {type(constraint): constraint for constraint in constraints}
@@ -147,7 +147,7 @@ def wrong_values(annotation: Any) -> list[str]:
     if annotation in (Seconds, Measure):
         wrong = ["", "x", "inf", "-Infinity", "1e999", "1,5"]
         return wrong if annotation == Measure else [*wrong, "nan", "-0.001", "1e10"]
-    if annotation == tuple[RoundMember, ...]:
+    if get_args(annotation)[0] == tuple[RoundMember, ...]:
         member = json.loads(to_fields(TAPE)["members"])[0]
         bad_name, inf, short = {**member, "island": "a b"}, {**member, "weight": math.inf}, {**member}
         del short["clip"]

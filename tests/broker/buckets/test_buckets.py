@@ -177,9 +177,9 @@ def test_a_manifest_that_is_changed_or_of_another_format_or_names_files_outside_
     bucket.write("1.json", json.dumps(sound).encode())
     assert bundles.manifest(1).folder == "1-ab"
     for changed, said in (
-        (manifest(path="../x"), "outside"),
-        (manifest(path="/x"), "outside"),
-        (manifest(folder="../1-ab"), "outside"),
+        (manifest(path="../x"), "predicate"),
+        (manifest(path="/x"), "predicate"),
+        (manifest(folder="../1-ab"), "predicate"),
         (manifest(format=2), "format"),
         (sound | {"about": {}}, "digest"),
         (sound, "missing"),
