@@ -215,11 +215,23 @@ class MemberRecords:
         gone = self._everywhere("ACL", "DELUSER", user)
         return None if None in gone else any(gone)
 
-    def is_open(self) -> bool:
-        """Return whether clients without a password may do anything, as far as this connection may know it."""
-        found = self._administer("ACL", "LIST") or []
-        words: list[bytes] = next((line.split() for line in found if line.startswith(b"user default ")), [])
-        return b"on" in words and b"nopass" in words
+    def needs_password(self) -> bool | None:
+        """Try to connect without a password, and return whether the server rejects that; None if it is unreachable."""
+        pool = self._redis.connection_pool
+        options = {k: v for k, v in pool.connection_kwargs.items() if k not in ("username", "password")}
+        stranger = pool.connection_class(**options)
+        try:
+            with self._connection.translated():
+                stranger.connect()
+                stranger.send_command("PING")
+                stranger.read_response()
+            return False
+        except UnreachableError:
+            return None
+        except BrokerError:
+            return True
+        finally:
+            stranger.disconnect()
 
     def keep(self) -> Kept:
         """Let the servers write their users to their disks, and return where they are."""

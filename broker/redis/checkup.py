@@ -21,6 +21,7 @@ from archipelago.broker.address import Kind
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.invitation import Role
 from archipelago.broker.redis import roles
+from archipelago.broker.redis.administration import MemberRecords
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -178,7 +179,8 @@ class RedisCheckup:
         settings: dict[str, str] = {}
         with self._if_allowed():
             settings = self._redis.config_get(*SETTINGS)
-        return ServerFacts(self._info_or_nothing(), settings, self._needs_password(), *self._rights())
+        needs_password = MemberRecords(self._connection).needs_password()
+        return ServerFacts(self._info_or_nothing(), settings, needs_password, *self._rights())
 
     def servers(self) -> tuple[Kind, list[NodeFacts]]:
         """Return the kind of the address, and facts about each server. Raises UnreachableError if none is found."""
@@ -203,24 +205,6 @@ class RedisCheckup:
         with self._if_allowed():
             found |= self._connection.info(USUAL)
         return found
-
-    def _needs_password(self) -> bool | None:
-        """Try to connect without a password, and return whether the server rejects that; None if it is unreachable."""
-        pool = self._redis.connection_pool
-        options = {k: v for k, v in pool.connection_kwargs.items() if k not in ("username", "password")}
-        stranger = pool.connection_class(**options)
-        try:
-            with self._connection.translated():
-                stranger.connect()
-                stranger.send_command("PING")
-                stranger.read_response()
-            return False
-        except UnreachableError:
-            return None
-        except BrokerError:
-            return True
-        finally:
-            stranger.disconnect()
 
     def _rights(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the needed commands that this user cannot execute, and those that it can but should not.

@@ -101,29 +101,14 @@ class Keys:
         return [cls(run, digits) for digits in ("[0-9]", "[0-9][0-9]")[: 1 if shards <= 10 else 2]]
 
     def of_the_past(self, fragments: Iterable[int], islands: Iterable[str]) -> list[str]:
-        """Return the keys that must not exist when the run begins.
-
-        Args:
-            fragments: The fragments of the shard.
-            islands: The names of the islands of an earlier run of that name.
+        """Return the keys that must not exist when the run begins: those of its fragments, and of an earlier run.
 
         The epoch is not among them: a merger of an earlier run of that name may still be alive.
         """
+        stay = (self.run, self.tag, self.manifest, self.members, self.epoch, self.lease, self.standbys)
+        own = [key for key in vars(self).values() if key not in stay]
         states = [key(fragment) for fragment in fragments for key in (self.head, self.outer)]
-        merger = [self.snapshots, self.tape, self.state, self.counters, self.kept_entries, *states]
-        return [
-            *merger,
-            *(key for name in islands for key in self.of_island(name)[1:]),
-            self.islands,
-            self.data,
-            self.corpora,
-            self.evaluations,
-            self.evaluator,
-            self.requests,
-            self.restored,
-            self.control,
-            self.notes,
-        ]
+        return [*own, *states, *(key for name in islands for key in self.of_island(name)[1:])]
 
     def short(self, key: str) -> str:
         """Return the key without the name of the run."""

@@ -217,7 +217,7 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
         yield "its URL works on this machine only; give --address rediss://HOST:PORT for members elsewhere"
     elif not invited.url.startswith("rediss"):
         yield "its URL has no TLS (rediss://), so everyone on the way can read its password"
-    if administrator.membership.is_open():
+    if administrator.membership.needs_password() is False:
         yield "the user `default` of the Redis has no password, so anyone can do anything until it is off or has one"
     if created and administrator.membership.keep() == "nowhere":
         yield "this Redis forgets its users when it restarts; give it an `aclfile`, or invite again after a restart"

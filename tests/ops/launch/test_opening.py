@@ -164,7 +164,7 @@ def pinned(server: RedisServer, **changes: str) -> Invitation:
 def test_an_open_server_needs_tls_and_a_user(hub: RedisServer, tmp_path: Path) -> None:
     transport = connect(hub.url, "demo", pinned(hub))
     assert transport.membership.may_administer()
-    assert not transport.membership.is_open()
+    assert transport.membership.needs_password()
     assert transport.membership.keep() == "aclfile"
     transport.close()
     renew_certificates(tmp_path, ["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
