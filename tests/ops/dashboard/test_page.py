@@ -167,7 +167,7 @@ def test_a_report_is_one_file_that_needs_no_network(
     assert "</script>" in page.text("#events")
     assert not page.is_shown("#steer")
     assert "first record" in page.text("#about")
-    assert "archipelago merger" in page.text("#commands")
+    assert "archipelago up" in page.text("#commands")
     page.click("#settings summary")
     assert page.is_shown("#settings-rows")
     assert page.run("return window.evil === undefined")
