@@ -117,8 +117,8 @@ MISTAKES = [
     ("steer RUNS merging=paused sync.quorum=0", "control.value"),
     ("steer RUNS sync.quorum=2 sync.quorum=3", "steer.no-change"),
     ("steer RUNS rubbish=", "control.value"),
-    ("report empty", "report.no-data"),
-    ("report nothing", "report.no-data"),
+    ("report empty", "checkpoint.missing"),
+    ("report nothing", "checkpoint.missing"),
     ("report RUNS --out /proc/x.html", "report.unwritable"),
     # the model
     ("export nothing --out new", "checkpoint.missing"),
