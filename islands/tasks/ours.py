@@ -34,11 +34,9 @@ class OurTask(NamedTask):
 
     Attributes:
         corpus: The corpus that it is trained on.
-        reader: Draws the batches.
     """
 
     corpus: OpenCorpus
-    reader: type[Batches]
 
     @property
     def data(self) -> Corpus:
@@ -47,21 +45,20 @@ class OurTask(NamedTask):
 
     def under(self, config: RunConfig) -> OurTask:
         """Return the task with these settings."""
-        return our_task(config, self.corpus, self.reader)
+        return our_task(config, self.corpus)
 
 
-def our_task(config: RunConfig, corpus: OpenCorpus, reader: type[Batches] = Batches) -> OurTask:
+def our_task(config: RunConfig, corpus: OpenCorpus) -> OurTask:
     """Return the task of the model that the settings name.
 
     Args:
         config: The settings of the run.
         corpus: The corpus to train on.
-        reader: Draws the batches.
     """
 
     def batches(run: TaskRun) -> Batches:
         run.offer(range_order(config.data.shards, config.seed))
-        return reader(corpus.train, config, run.lease, fallback=run.seed)
+        return Batches(corpus.train, config, run.lease, fallback=run.seed)
 
     model = build(config.model)
     kinds = {tensor.name: tensor.kind for tensor in model.tensors}
@@ -74,12 +71,12 @@ def our_task(config: RunConfig, corpus: OpenCorpus, reader: type[Batches] = Batc
         tokens=config.tokens_per_step,
         shapes=jax.eval_shape(lambda: {t.name: jnp.zeros(t.shape, jnp.float32) for t in model.tensors}),
     )
-    return OurTask(task, corpus, reader)
+    return OurTask(task, corpus)
 
 
-def our_work(config: RunConfig, corpus: OpenCorpus, reader: type[Batches] = Batches) -> Workload:
-    """Return the model that the settings name, with those settings, its corpus and what draws its batches."""
-    return Workload.of(our_task(config, corpus, reader), config)
+def our_work(config: RunConfig, corpus: OpenCorpus) -> Workload:
+    """Return the model that the settings name, with those settings, on its corpus."""
+    return Workload.of(our_task(config, corpus), config)
 
 
 @cache

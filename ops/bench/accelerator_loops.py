@@ -12,7 +12,7 @@ import numpy as np
 
 from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.islands.models import llama
-from archipelago.ops.bench.accelerator_processes import RUN
+from archipelago.ops.bench.accelerator_processes import RUN, settle
 from archipelago.ops.bench.harness import INCARNATION
 from archipelago.ops.bench.output import seconds_of
 
@@ -132,6 +132,7 @@ def sync_in_torch(
         for _ in range(pairs):
             before = adopted()
             found.on.append(turn(found.steps, syncs=True))
+            settle(run._loop.link)  # or its threads would work during the next turn
             found.syncs.append((adopted() - before) / config.sync.fragments)
             found.off.append(turn(found.steps, syncs=False))
         pipe.send(found)

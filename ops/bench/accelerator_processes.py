@@ -172,7 +172,7 @@ def _synced_turn(island: Island, steps: int) -> TimedTurn:
     jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
     seconds = time.perf_counter() - began
     while _is_busy(island):
-        _settle(island.link)
+        settle(island.link)
         began = time.perf_counter()
         island.boundary()  # It adopts what has arrived, and may send contributions that the window held back.
         jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
@@ -189,7 +189,7 @@ def _synced_turn(island: Island, steps: int) -> TimedTurn:
     return TimedTurn(seconds, time.process_time() - cpu, peak_bytes(os.getpid()), synced)
 
 
-def _settle(link: Link) -> None:
+def settle(link: Link) -> None:
     """Wait until the link has nothing more to do."""
 
     def is_settled() -> bool:

@@ -1,13 +1,14 @@
 """A run in virtual time whose islands are in JAX or in PyTorch, of the same model and on the same batches.
 
 In JAX, an island is our worker with our dense transformer; in PyTorch, a Llama of transformers with the AdamW of
-PyTorch, as in docs/examples/train_llama.py. An island draws its batches by the seed and its number, in either
-framework. Both compute in float32 on every device, where JAX would take TF32 on a GPU. So only rounding differs.
+PyTorch, as in docs/examples/train_llama.py. The virtual clock decides which islands lease which text, so it is the same
+in either framework. Both compute in float32 on every device, where JAX would take TF32 on a GPU. So only rounding
+differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, cast
 
@@ -18,11 +19,7 @@ import transformers
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.ranges import ReadPosition
-from archipelago.islands.data.batches import Batches, Supply
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.ranges import gather
-from archipelago.islands.data.tokenizer import Tokens
+from archipelago.islands.data.batches import Supply
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import DENSE
 from archipelago.islands.pytorch.host import torch_host
@@ -31,30 +28,12 @@ from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.participant import Participant
-from archipelago.islands.tasks.ours import OurTask, our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.ops.experiments.baselines import scoring
 from archipelago.ops.experiments.island_runs import play
 from archipelago.ops.experiments.trial import Progress, Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
-
-
-class SeededBatches(Batches):
-    """Random windows of the text, which follow from the run's seed and the number of the island alone."""
-
-    def __init__(
-        self, train: Tokens, config: RunConfig, lease: Callable[[], ReadPosition | None], fallback: int = 0
-    ) -> None:
-        super().__init__(train, config, lease, fallback)
-        self._rng = np.random.default_rng([config.seed, fallback])
-
-    def next(self, steps: int) -> Tokens:
-        """Return the next `steps` batches: [steps, B, T + 1] of the text's dtype."""
-        data = self._config.data
-        self.tokens = steps * self._config.tokens_per_step
-        starts = self._rng.integers(0, len(self._train) - data.sequence_length, steps * data.batch_size)
-        return gather(self._train, starts, data.sequence_length).reshape(steps, data.batch_size, -1)
 
 
 class LlamaTraining:
@@ -115,9 +94,9 @@ class TorchIsland(Participant):
 class MixedRun(VirtualRun):
     """A run whose islands train in the given frameworks, in turn."""
 
-    def __init__(self, config: RunConfig, corpus: OpenCorpus, frameworks: Sequence[str], islands: int) -> None:
+    def __init__(self, work: Workload, frameworks: Sequence[str], islands: int) -> None:
         self._frameworks = cycle(frameworks)
-        super().__init__(our_work(config, corpus, SeededBatches), paces(islands))
+        super().__init__(work, paces(islands))
 
     def new_island(
         self, name: str, work: Workload, supply: Supply, link: Link, arrivals: Sequence[Arrival], incarnation: str
@@ -131,7 +110,7 @@ class MixedRun(VirtualRun):
         replica.begin(parameters.named(), [arrival.params_N for arrival in arrivals])
         host = torch_host(device, self.clock)
         island = TorchIsland(
-            name, self.manifest, link, replica, parameters, arrivals, host, None, self.clock, incarnation
+            name, self.manifest, link, replica, parameters, arrivals, host, None, self.clock, incarnation, ranges=supply
         )
         island.training = training
         return cast(Island, island)  # it has all that a virtual run needs
@@ -150,9 +129,7 @@ def played(frameworks: Sequence[str], trial: Trial, work: Workload, note: Progre
             f"Choose one of the models {', '.join(DENSE)}, and --inner.optimizer adamw.",
             code="config.value",
         )
-    assert isinstance(work.named, OurTask)  # noqa: S101 - `parity` refuses tasks of users
     torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
     with jax.default_matmul_precision("float32"):
-        run = MixedRun(config, work.named.corpus, frameworks, trial.islands)
-        play(run, scoring(work), note)
+        play(MixedRun(work, frameworks, trial.islands), scoring(work), note)
     return {}

@@ -14,6 +14,7 @@ import pytest
 
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import build
@@ -118,10 +119,10 @@ def test_short_runs_in_both_frameworks_end_alike(corpus: OpenCorpus, tmp_path: P
 def test_a_llama_makes_the_steps_of_our_worker(corpus: OpenCorpus) -> None:
     torch = pytorch.required()
     pytorch.required("transformers")
-    from archipelago.ops.experiments.both_frameworks import LlamaTraining, SeededBatches
+    from archipelago.ops.experiments.both_frameworks import LlamaTraining
 
-    def batches() -> SeededBatches:
-        return SeededBatches(corpus.train, SMALL, lambda: None, 1)
+    def batches() -> Batches:
+        return Batches(corpus.train, SMALL, lambda: None, 1)
 
     training, first = LlamaTraining(SMALL, batches()), build(SMALL.model).init(0)
     named = training.parameters.named()
