@@ -2,8 +2,9 @@
 
 For each model: an inner step with syncing over one without, its processor time and memory, tokens a second beside the
 same model in plain JAX, and a profile of syncs, with the share of the copies that hide behind steps; and the same step
-in PyTorch. Then the time to quantise the elements of 124 M parameters to int4, against a copy of the same memory, and
-the bytes of every codec that differ from numpy's. On request also what syncing costs a user's own loop in JAX.
+in PyTorch. Then the time to quantise the elements of 124 M parameters to int4, against a copy of the same memory, what
+differs from numpy in every codec and in a merger's spectra, and the time of these. On request also what syncing costs a
+user's own loop in JAX.
 
 A real island with its link, a merger and a Redis, each a process. In the island's process, steps with syncing and steps
 without take turns, each over whole intervals, so that other work on the machine slows both. A second process only
@@ -28,7 +29,7 @@ from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireCo
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh import parsed
 from archipelago.islands.models.llama import DENSE
-from archipelago.ops.bench.accelerator_codecs import CODEC, compare_bits, quantise_and_copy
+from archipelago.ops.bench.accelerator_codecs import CODEC, change_spectrum, compare_bits, quantise_and_copy
 from archipelago.ops.bench.accelerator_loops import LoopFound, TorchTurns, sync_in_torch, sync_user_loop
 from archipelago.ops.bench.accelerator_processes import (
     RUN,
@@ -44,13 +45,15 @@ from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis,
 from archipelago.ops.bench.output import OutputOptions, compared, finish
 from archipelago.ops.settings import say
 
-Part = Literal["steps", "pytorch", "quantiser", "bits", "loop"]
+Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra", "loop"]
 
 SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
 #: What is measured unless flags say otherwise: int4 both ways, and a batch for a CPU (`settled`).
 MEASURED = RunConfig(data=DataConfig(batch_size=1, sequence_length=64), wire=WireConfig(up="int4", down="int4"))
-PARTS: tuple[Part, ...] = ("steps", "pytorch", "quantiser", "bits")
+PARTS: tuple[Part, ...] = ("steps", "pytorch", "quantiser", "bits", "spectra")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
+#: The matrix whose spectrum is changed. Mergers cut larger ones into blocks of this height.
+SPECTRUM, SPECTRUM_QUICK = (1024, 4096), (64, 256)
 #: A step with syncing on an accelerator takes at most this many times as long as one without.
 GOAL_STEP = 1.01
 #: A turn with a smaller share of the syncs that its steps should have is not compared.
@@ -81,7 +84,7 @@ class AcceleratorOptions(OutputOptions):
     parts: tuple[Part, ...] = PARTS
     """What to measure: steps with syncing (`steps`), also of a Llama in PyTorch (`pytorch`, which needs the extra
     llama), quantising against a copy (`quantiser`), the bytes of each codec that differ between this device and numpy
-    (`bits`), or `run.sync` in a user's own loop (`loop`)."""
+    (`bits`), the same and the time of a matrix's spectrum (`spectra`), or `run.sync` in a user's own loop (`loop`)."""
     mesh: str | None = None
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
     config: Path | None = None
@@ -145,6 +148,14 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             for framework, name, differing, total in comparing.receive():
                 what = f"{framework}, {name}: bytes sent and read that differ from numpy's"
                 rows.append(_row(what, differing, "all", total, goal=0.0))
+    if "spectra" in parts:
+        shape = SPECTRUM_QUICK if options.quick else SPECTRUM
+        say("the spectrum of a matrix on this device and by numpy")
+        with child(change_spectrum, shape) as changing:
+            differing, total, ours, numpy_seconds = changing.receive()
+        what = "the spectrum of {} × {}".format(*shape)
+        rows.append(_row(f"{what}: values that differ from numpy's", differing, "all", total, goal=0.0))
+        rows.append(_row(f"{what}, ms", 1e3 * ours, "numpy", 1e3 * numpy_seconds))
     return {"models": models, "elements": elements, "rows": rows}
 
 

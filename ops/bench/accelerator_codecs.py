@@ -1,9 +1,10 @@
-"""The processes of `archipelago bench accelerator` for codecs: their speed on the device, and their bits."""
+"""The processes of `archipelago bench accelerator` for codecs and spectra: speed and bits on the device."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from archipelago.ops.bench.output import seconds_of, taking_turns
 CODEC = "int4"
 #: How often a program of the quantiser runs, after one run that compiles.
 TIMES = 20
+#: The same for spectra, of which numpy's take a second.
+SPECTRA_TIMES = 3
 
 
 class OnDevice(NamedTuple):
@@ -69,17 +72,17 @@ def frameworks() -> Iterator[OnDevice]:
 def quantise_and_copy(pipe: Connection, elements: int) -> None:
     """Send (framework, seconds to quantise a vector where it lies, seconds to copy it): medians, for each framework."""
     values_N = np.random.default_rng(0).standard_normal(elements, np.float32)
-    pipe.send([(each.name, *_medians(each, each.put(values_N))) for each in frameworks()])
+    pipe.send([(each.name, *_medians(_sides(each, each.put(values_N)), TIMES)) for each in frameworks()])
 
 
-def _medians(device: OnDevice, vector_N: Any) -> list[float]:
-    def quantise() -> float:
-        return seconds_of(lambda: device.wait(device.quantise(CODEC, vector_N)))
+def _sides(device: OnDevice, vector_N: Any) -> list[Callable[[], object]]:
+    return [lambda: device.wait(device.quantise(CODEC, vector_N)), lambda: device.wait(device.copy(vector_N))]
 
-    def copy() -> float:
-        return seconds_of(lambda: device.wait(device.copy(vector_N)))
 
-    return [statistics.median(each) for each in taking_turns([quantise, copy], TIMES)]
+def _medians(sides: Sequence[Callable[[], object]], times: int) -> list[float]:
+    """Return the median seconds of each side. They take turns."""
+    turns = taking_turns([partial(seconds_of, side) for side in sides], times)
+    return [statistics.median(each) for each in turns]
 
 
 def compare_bits(pipe: Connection, elements: int) -> None:
@@ -115,3 +118,19 @@ def _hard_values(elements: int) -> Iterator[Vector]:
     odd_N = random.standard_normal(100_003).astype(np.float32)
     odd_N[[5, 300, 70_000]], odd_N[1000:1300], odd_N[2000:2200] = [np.nan, np.inf, 0], 0, 1e-39
     yield odd_N
+
+
+def change_spectrum(pipe: Connection, shape: tuple[int, int]) -> None:
+    """Send (values whose bits differ, values, seconds on the device, seconds in numpy) of a matrix's spectrum.
+
+    The matrix travels to the device and back, as it does for a merger.
+    """
+    import jax
+
+    from archipelago.merger.spectra import Products, powered
+    from archipelago.merger.xla_spectra import on_device
+
+    matrix_SC = np.random.default_rng(2).uniform(-1.0, 1.0, shape).astype(np.float32)
+    ours, theirs = partial(on_device(jax.devices()[0]), matrix_SC, 0.0), partial(powered, matrix_SC, 0.0, Products())
+    differing = int((ours().view(np.uint32) != theirs().view(np.uint32)).sum())
+    pipe.send((differing, matrix_SC.size, *_medians([ours, theirs], SPECTRA_TIMES)))

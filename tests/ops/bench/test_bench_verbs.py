@@ -29,7 +29,7 @@ pytestmark = [
 #: The smallest flags of the verbs that have small ones, with few programs to compile.
 SMALLEST = {
     "accelerator": (
-        *("--quick", "--sizes", "tiny", "--parts", "steps", "pytorch", "quantiser", "bits", "loop"),
+        *("--quick", "--sizes", "tiny", "--parts", "steps", "pytorch", "quantiser", "bits", "spectra", "loop"),
         *("--sync.interval", "4", "--sync.fragments", "1", "--merge.embedding", "average", "--merge.rest", "average"),
     ),
     "largest": ("--parameters", "15000", "--fragments", "3"),
@@ -54,7 +54,7 @@ def test_what_an_island_costs_is_measured(tmp_path: Path) -> None:
     found = measured("accelerator", tmp_path)
     assert all(row["ours"] > 0 for row in found["rows"] if "to int4" in row["what"])
     bits = [row for row in found["rows"] if "differ from numpy's" in row["what"]]
-    assert len(bits) >= 5 and all(row["ours"] == 0 < row["theirs"] for row in bits)
+    assert len(bits) >= 6 and all(row["ours"] == 0 < row["theirs"] for row in bits)
     island = found["models"]["tiny"]
     turns = island["turns"]
     assert all(on["synced"] > 0 for on in turns["on"])
