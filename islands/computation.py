@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,7 +20,11 @@ from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.recovery import NO_BOUNDS
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.team.protocol import Work
 from archipelago.islands.user_loop.parameters import LoopState, not_finite
+
+if TYPE_CHECKING:
+    from archipelago.islands.team.jax_team import JaxTeam
 
 
 class Computation:
@@ -43,6 +47,7 @@ class Computation:
         placement: Placement | None = None,
         *,
         has_own_optimizer: bool = False,
+        team: JaxTeam | None = None,
     ) -> None:
         """Note what the run is, and how it is computed.
 
@@ -52,21 +57,23 @@ class Computation:
             fresh: Returns the first state of the inner optimiser for parameters; that of the run's config by default.
             placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
             has_own_optimizer: Whether the optimiser is not that of the run's config, so that nothing bounds its state.
+            team: The processes of an island over several hosts. Only their leader has vectors and batches.
         """
         inner = manifest.config.inner
         self.steps, self.placement, self.has_own_optimizer = steps, placement, has_own_optimizer
         templates = None if placement is None else placement.templates
-        self.replica = self._new_replica(manifest, templates, donates=True)
+        new_replica: Callable[..., Replica] = Replica
+        new_state: Callable[..., LoopState] = LoopState
+        if team is not None:
+            from archipelago.islands.team.computing import TeamReplica, TeamState
+
+            new_replica, new_state = partial(TeamReplica, team), partial(TeamState, team)
+        self._team = team
+        self.replica = new_replica(manifest, templates, donates=True)
         self.inner: InnerState
         self._fresh, self._length = fresh or partial(begin, inner), inner.steps
         bounds = NO_BOUNDS if has_own_optimizer else moment_bounds(inner)
-        self.state = self._new_state(lambda: self.inner.optimizer, bounds)
-
-    def _new_replica(self, *about: Any, **more: Any) -> Replica:
-        return Replica(*about, **more)
-
-    def _new_state(self, *about: Any) -> LoopState:
-        return LoopState(*about)
+        self.state = new_state(lambda: self.inner.optimizer, bounds)
 
     def begin(self, vectors: Sequence[Vector]) -> None:
         """Start from one vector of each fragment, with fresh inner optimiser state."""
@@ -81,21 +88,30 @@ class Computation:
             schedule_step: The number of earlier steps, for the schedule of the learning rate.
             length: The length of the run, likewise.
         """
-        arguments = self.arguments(batches_n, schedule_step, length)
-        self.inner, losses_n = self.steps(self.inner, *arguments)
-        return losses_n
+        batches_n = self._shared(Work.STEP, batches_n, step=schedule_step, steps=length)
+        self.inner, losses_n = self.steps(self.inner, *self._arguments(batches_n, schedule_step, length))
+        return losses_n if self._team is None else self._team.settled(losses_n)
 
     def try_steps(self, batches_n: Any, length: int) -> None:
         """Compile the inner steps. Nothing changes."""
-        _, losses_n = self.steps(device_copy(self.inner), *self.arguments(batches_n, 0, length))
+        batches_n = self._shared(Work.TRY, batches_n, steps=length)
+        _, losses_n = self.steps(device_copy(self.inner), *self._arguments(batches_n, 0, length))
         losses_n.block_until_ready()
+
+    def _shared(self, work: Work, batches_n: Any, **numbers: int) -> Any:
+        """Return the leader's batches in all processes of a team, and tell them what they are for."""
+        if self._team is None:
+            return batches_n
+        leaves, structure = jax.tree.flatten(batches_n)
+        self._team.tell(work, len(leaves[0]), **numbers)
+        return jax.tree.unflatten(structure, self._team.share(leaves))
 
     def _placed(self, batches_n: Any) -> Any:
         if self.placement is not None:
             return self.placement.place_batches(batches_n)
         return jax.device_put(batches_n)  # `jnp.asarray` would compile a program for the transfer
 
-    def arguments(self, batches_n: Any, schedule_step: int, length: int) -> tuple[Any, ...]:
+    def _arguments(self, batches_n: Any, schedule_step: int, length: int) -> tuple[Any, ...]:
         """Return the arguments of the inner steps after the state, on the devices.
 
         The length of the run is one of them if it is not the config's, because that is another program.

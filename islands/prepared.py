@@ -6,15 +6,13 @@ import gc
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.computation import Computation
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions, own_placement
@@ -25,9 +23,11 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload
-from archipelago.islands.team.hosts import HostLeader
 from archipelago.islands.user_loop.tensors import require_same_tensors
 from archipelago.islands.worker import Island
+
+if TYPE_CHECKING:
+    from archipelago.islands.team.jax_team import JaxTeam
 
 #: The name of the island that `rehearse` builds. Its link never starts.
 REHEARSING = "rehearsal"
@@ -42,13 +42,14 @@ class PreparedIsland:
         workload: What the island trains.
         placement: Where everything is on several devices; None for one device.
         batch_size: The sequences of an inner step; 0 for those of the run.
+        team: The processes of an island over several hosts, once all of them are prepared.
     """
 
     manifest: Manifest
     workload: Workload
     placement: Placement | None = None
     batch_size: int = 0
-    _computes: Callable[..., Computation] = Computation
+    team: JaxTeam | None = None
 
     @property
     def place(self) -> Callable[[Any], Params]:
@@ -60,13 +61,6 @@ class PreparedIsland:
         """Whether this process can evaluate. On several hosts, it does so alone, on a device that holds the model."""
         shape = self.placement.shape if self.placement is not None else MeshShape()
         return jax.process_count() == 1 or shape.fsdp * shape.tensor == 1
-
-    def share(self, leader: HostLeader) -> None:
-        """Let the other hosts of this island compute everything, too, as soon as they are prepared. This one leads."""
-        from archipelago.islands.team.computing import TeamComputation
-
-        leader.await_prepared()
-        self._computes = partial(TeamComputation, leader.team)
 
     def sample(self) -> Any:
         """Return a batch to learn its tree from."""
@@ -89,7 +83,7 @@ class PreparedIsland:
         """Return an island that begins with these snapshots, and makes `scan_steps` inner steps between boundaries."""
         leases = None if name == REHEARSING else link
         supply = self.workload.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, leases))
-        computation = self.workload.computation(self.manifest, self.placement, self._computes)
+        computation = self.workload.computation(self.manifest, self.placement, self.team)
         return Island(
             name, self.manifest, computation, supply, link, arrivals, incarnation=incarnation, scan_steps=scan_steps,
             on_marker=on_marker,

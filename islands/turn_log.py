@@ -33,12 +33,6 @@ class TurnLog:
         self._statistics = os.open(_SCHEDULER_STATISTICS, os.O_RDONLY) if is_there else -1
         self._waited = self._waited_seconds()
 
-    @classmethod
-    def named_in(cls, environment: Mapping[str, str], incarnation: str) -> TurnLog | None:
-        """Open the file that the environment names, if any. Raises OSError if it cannot be written."""
-        path = environment.get(VARIABLE)
-        return cls(Path(path), incarnation) if path else None
-
     def turned(self, at: float, steps: int, idle_seconds: float) -> None:
         """Write one turn, with the time that the thread waited for a core in it, if the system reports it.
 
@@ -128,10 +122,11 @@ class MeasuredTurns:
         cls, environment: Mapping[str, str], incarnation: str, pacer: Pacer | None = None
     ) -> MeasuredTurns | None:
         """Return what the environment asks for, if anything. With a pacer, steps have no other minimum duration."""
-        turn_log = TurnLog.named_in(environment, incarnation)
-        if turn_log is None:
+        path = environment.get(VARIABLE)
+        if not path:
             return None
-        return cls(turn_log, 0.0 if pacer else float(environment.get(STEP_VARIABLE, "0")), pacer=pacer)
+        seconds = 0.0 if pacer else float(environment.get(STEP_VARIABLE, "0"))
+        return cls(TurnLog(Path(path), incarnation), seconds, pacer=pacer)
 
     def stepped(self, steps: int) -> None:
         """Log that the script has made steps, before any of them is sent. Wait first if they took too little time.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from archipelago.islands.placement import Placement
 from archipelago.islands.tasks.batches import TaskBatches, TaskRun
 from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.task import NamedTask, TaskFile
+
+if TYPE_CHECKING:
+    from archipelago.islands.team.jax_team import JaxTeam
 
 #: The peak of the learning rate of a task without an optimiser, if the settings do not give one.
 LEARNING_RATE = 1e-3
@@ -77,11 +80,11 @@ class Workload:
         return found if isinstance(found, Supply) else TaskBatches(self.named, run, found)
 
     def computation(
-        self, manifest: Manifest, placement: Placement | None = None, computes: Callable[..., Computation] = Computation
+        self, manifest: Manifest, placement: Placement | None = None, team: JaxTeam | None = None
     ) -> Computation:
-        """Return what an island computes to train this. The arguments are those of `Computation`, and its class."""
+        """Return what an island computes to train this. The arguments are those of `Computation`."""
         has_own_optimizer = self.model.has_own_optimizer
-        return computes(manifest, self.steps, self.begin, placement, has_own_optimizer=has_own_optimizer)
+        return Computation(manifest, self.steps, self.begin, placement, has_own_optimizer=has_own_optimizer, team=team)
 
     def evaluation(self) -> Evaluate | None:
         """Return the evaluation of the task; None if it has none. That of a user has one slice."""

@@ -7,19 +7,21 @@ all processes. The leader's calls tell the others, who make the same ones withou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from archipelago.broker.codecs import CODECS, Parts, Vector
-from archipelago.islands.computation import Computation
 from archipelago.islands.sync.adoption import Parameters
 from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.team.jax_team import JaxTeam, whole
 from archipelago.islands.team.protocol import Said, Work
 from archipelago.islands.user_loop.parameters import LoopState, State
+
+if TYPE_CHECKING:
+    from archipelago.islands.computation import Computation
 
 
 class TeamReplica(Replica):
@@ -81,7 +83,7 @@ class TeamState(LoopState):
         return super().taken(self._team.share([np.asarray(each)])[0] for each in given)
 
 
-def do_together(said: Said, replica: TeamReplica, parameters: Parameters, state: LoopState | None) -> None:
+def do_together(said: Said, replica: Any, parameters: Parameters, state: LoopState | None) -> None:
     """Do what the leader says with the parameters and the optimiser's state of this process."""
     match said.work:
         case Work.WARM_UP:
@@ -97,38 +99,7 @@ def do_together(said: Said, replica: TeamReplica, parameters: Parameters, state:
 # -- our worker --------------------------------------------------------------------------------------------------------
 
 
-class TeamComputation(Computation):
-    """The computation of our worker in each process. Only the leader has batches."""
-
-    replica: TeamReplica
-
-    def __init__(self, team: JaxTeam, *about: Any, **more: Any) -> None:
-        self._team = team
-        super().__init__(*about, **more)
-
-    def _new_replica(self, *about: Any, **more: Any) -> Replica:
-        return TeamReplica(self._team, *about, **more)
-
-    def _new_state(self, *about: Any) -> LoopState:
-        return TeamState(self._team, *about)
-
-    def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
-        """Dispatch inner steps."""
-        batches_n = self._shared(Work.STEP, batches_n, step=schedule_step, steps=length)
-        losses_n: jax.Array = self._team.settled(super().step(batches_n, schedule_step, length))
-        return losses_n
-
-    def try_steps(self, batches_n: Any, length: int) -> None:
-        """Compile the inner steps."""
-        super().try_steps(self._shared(Work.TRY, batches_n, steps=length), length)
-
-    def _shared(self, work: Work, batches_n: Any, **numbers: int) -> Any:
-        leaves, structure = jax.tree.flatten(batches_n)
-        self._team.tell(work, len(leaves[0]), **numbers)
-        return jax.tree.unflatten(structure, self._team.share(leaves))
-
-
-def follow(team: JaxTeam, computation: TeamComputation, sample: Any, stopped: Callable[[], bool]) -> Said:
+def follow(team: JaxTeam, computation: Computation, sample: Any, stopped: Callable[[], bool]) -> Said:
     """Do what the leader says until the island ends, and return its last message.
 
     Args:

@@ -129,7 +129,7 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
     come(here, alike(options, here.hosts), key_of(options.url), options.patience(stopped).seconds, stopped)
     keep_compiled()
     from archipelago.islands.prepared import prepared_for
-    from archipelago.islands.team.computing import TeamComputation, follow
+    from archipelago.islands.team.computing import follow
     from archipelago.islands.team.jax_team import connect
 
     end_of_imports()
@@ -137,8 +137,8 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
     manifest = team.share_manifest(None, team.exchange(Said()).about)
     try:
         prepared = prepared_for(options, manifest, own_task(options, manifest))
-        work, sample = prepared.workload, prepared.sample()
-        computation = TeamComputation(team, manifest, work.steps, work.begin, prepared.placement)
+        sample = prepared.sample()
+        computation = prepared.workload.computation(manifest, prepared.placement, team)
     except ArchipelagoError as error:
         team.agree(supervised_status(error))
         raise

@@ -153,15 +153,13 @@ class JoinedRun(Session):
 
     def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
         self._require_joined()
-        before = self._parameters.tree
-        self._parameters.offer(self._given)
+        before, given, self._given = self._parameters.tree, self._given, None
+        self._parameters.offer(given)
         try:
             super()._turn(steps, tokens, loss)
         except ConfigError:
             self._parameters.offer(before)  # the island can still leave with what it has
             raise
-        finally:
-            self._given = None
 
     # -- what JAX adds to a session -----------------------------------------------------------------------------------
 

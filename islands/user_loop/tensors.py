@@ -113,15 +113,10 @@ def trained_by(trained: Trained) -> IsTrained:
     """
     if not isinstance(trained, str):
         if not callable(trained):
-            raise trained_error(f"`trained` is {trained!r:.60}")
+            raise ConfigError(f"`trained` is {trained!r:.60}", _REMEDY, code="loop.argument")
         return lambda name: bool(trained(name))
     pattern = _pattern("trained", trained)
     return lambda name: pattern.search(name) is not None
-
-
-def trained_error(what: str) -> ConfigError:
-    """Return the error (`loop.argument`) for a choice of tensors that cannot be used."""
-    return ConfigError(what, _REMEDY, code="loop.argument")
 
 
 def nothing_trained(trained: object, names: Sequence[str]) -> ConfigError:

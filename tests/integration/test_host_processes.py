@@ -31,7 +31,7 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
     place = ["--name=two", f"--coordinator=127.0.0.1:{free_port(2)}", "--hosts=2", "--wait-seconds=300"]
 
     def start(rank: int) -> subprocess.Popen[str]:
-        return processes.start("island", *place, "--evaluate-every=0", f"--host-rank={rank}", **FLAGS)
+        return processes.start("island", *place, "--mesh=fsdp=4", f"--host-rank={rank}", **FLAGS)
 
     def started() -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
         both = start(0), start(1)
@@ -46,7 +46,7 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
         return view(url, RUN).rounds
 
     leader, other = started()
-    assert "4 cpu (data=4)" in processes.said(leader)
+    assert "4 cpu (fsdp=4)" in processes.said(leader)
     folder = Path(f"runs/{RUN}/islands/two")
     until(lambda: rounds() >= 2 and (folder / FILE).exists(), "the state of the island on its disk")
     processes.ended(processes.start("island", *place, "--host-rank=1", "--wait-seconds=0"), status=75)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.islands.turn_log import VARIABLE, Pacer, TurnLog
+from archipelago.islands.turn_log import Pacer, TurnLog
 from tests.tiers import examples
 
 STEP = 0.05
@@ -61,8 +61,7 @@ def test_a_long_gap_leaves_the_device_idle() -> None:
 def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "island.jsonl"
     for who in ("first", "second"):
-        turn_log = TurnLog.named_in({VARIABLE: str(path)}, who)
-        assert turn_log is not None
+        turn_log = TurnLog(path, who)
         turn_log.turned(1.5, 3, 0.0)
         turn_log.turned(1.6, 4, 0.25)
     lines = [json.loads(line) for line in path.read_text().splitlines()]

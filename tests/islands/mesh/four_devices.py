@@ -19,6 +19,7 @@ from archipelago.broker.codecs import Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore, taken
+from archipelago.islands.computation import Computation
 from archipelago.islands.inner import InnerState, begin, compile_steps
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
@@ -26,7 +27,7 @@ from archipelago.islands.placement import placement_of
 from archipelago.islands.sync import recovery, sharded_encoding
 from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.team.computing import TeamComputation, follow
+from archipelago.islands.team.computing import follow
 from archipelago.islands.team.protocol import Said, Team, Work
 from archipelago.islands.worker import Island
 from tests.failing import failing
@@ -193,6 +194,7 @@ def test_a_follower_makes_the_steps_that_its_leader_says() -> None:
     class Leading:
         hear, exchange = Team.hear, staticmethod(lambda own: said.pop(0))
         tell = staticmethod(lambda *about, **numbers: None)
+        settled = staticmethod(lambda tree: tree)
         share = staticmethod(lambda like: [batch.reshape(like[0].shape)])
 
     made: list[Any] = []
@@ -202,7 +204,7 @@ def test_a_follower_makes_the_steps_that_its_leader_says() -> None:
         return state, jnp.zeros(2)
 
     team: Any = Leading()
-    computation = TeamComputation(team, manifest(), steps, partial(begin, CONFIG.inner), placement)
+    computation = Computation(manifest(), steps, partial(begin, CONFIG.inner), placement, team=team)
     computation.inner = InnerState({}, ())
     assert follow(team, computation, batch[:1], lambda: False).about == 3
     ((placed, *about),) = made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -96,20 +95,14 @@ class MeshRun(PlayedRun):
         of = of or manifest()
         super().__init__(of, first_snapshots(of, _first(of)))
 
-    def island(
-        self,
-        shape: MeshShape,
-        name: str = "a",
-        batch_size: int = CONFIG.data.batch_size,
-        computes: Callable[..., Computation] = Computation,
-    ) -> Island:
+    def island(self, shape: MeshShape, name: str = "a", batch_size: int = CONFIG.data.batch_size) -> Island:
         """Return an island on a mesh that has joined and leased a range of the text."""
         config = self.manifest.config
         own = replace(config, data=replace(config.data, batch_size=batch_size))
         link = self.link(f"{name}/x", range_order(config.data.shards, config.seed))
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
-            name, self.manifest, computes(self.manifest, steps, None, placement),
+            name, self.manifest, Computation(self.manifest, steps, None, placement),
             Batches(TEXT, own, link.lease), link, arrivals, self.clock, "x",
         )  # fmt: skip
         island.beat("joining")
