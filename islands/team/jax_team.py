@@ -38,8 +38,6 @@ def connect(here: HostRank) -> JaxTeam:
         ConfigError: The processes have different devices (`hosts.disagree`). All of them raise it.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
-    # On processors, steps and messages would otherwise wait for each other's threads for ever.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # type: ignore[no-untyped-call]
     jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call] # it would take SIGTERM
     jax.distributed.initialize(
         here.jax_address,
