@@ -149,8 +149,7 @@ class WorkerRun(Membership):
         with progress("opening the data and building the model"):
             self._prepared = prepared_for(options, manifest, task, self._standby)
         if self._leader is not None:
-            self._leader.await_prepared()
-            self._prepared.team = self._leader.team
+            self._prepared.team = self._leader.await_prepared()
         with suppress(OSError):  # An island trains without checkpoints where it cannot write.
             make_untracked(folder)
         self._store = IslandStore(folder, manifest, bucket)

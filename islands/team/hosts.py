@@ -71,16 +71,14 @@ class HostLeader:
     """The leader of an island over several hosts, as its worker sees it.
 
     Attributes:
-        team: The processes, as soon as all of them have come.
+        team: The processes, while the others wait for what the leader says.
     """
 
-    team: JaxTeam
+    team: JaxTeam | None = None
 
     def __init__(self, options: IslandOptions, here: HostRank) -> None:
         """Note the flags and the rank of this process."""
         self._options, self._here = options, here
-        #: Whether the others wait for what the leader says.
-        self._is_followed = False
 
     def assemble(self, manifest: Manifest, seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait for the others, connect JAX, and tell the others which run it is. Raises the errors of `gather`."""
@@ -88,23 +86,24 @@ class HostLeader:
         from archipelago.islands.team.jax_team import connect
 
         self.team = connect(self._here)
-        self._is_followed = True
         self.team.share_manifest(manifest)
 
-    def await_prepared(self) -> None:
-        """Wait until the others are prepared. Raises ConfigError (`hosts.failed`) if one of them cannot train."""
-        self._is_followed = False
-        self.team.agree()
-        self._is_followed = True
+    def await_prepared(self) -> JaxTeam:
+        """Return the processes once they are prepared. Raises ConfigError (`hosts.failed`) if one cannot train."""
+        team, self.team = self.team, None
+        assert team is not None  # noqa: S101 - they have come
+        team.agree()
+        self.team = team
+        return team
 
     @property
     def is_stopping(self) -> bool:
         """Whether a signal has stopped one of the other processes. All of them then leave together."""
-        return self._is_followed and self.team.is_stopping
+        return self.team is not None and self.team.is_stopping
 
     def end(self, said: Said) -> None:
         """Tell the others how the island has ended."""
-        if self._is_followed:
+        if self.team is not None:
             self.team.exchange(said)
 
 
