@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -222,6 +222,10 @@ class Products:
             out_SS = out_SS + (b * self.value(one) + c * self.value(square))
         return out_SS
 
+    def repeated(self, step: Callable[[Any, Array], Any], state: Any, coefficients: Array) -> Any:
+        """Return the state after a step with each row of coefficients."""
+        return reduce(step, coefficients, state)
+
     def norm_exponent(self, symmetric: Factor) -> Array:
         """Return the exponent of a power of two above all eigenvalues. It bounds the sum of magnitudes in each row."""
         sums_S = self.xp.abs(symmetric.integers).astype(np.int32).sum(axis=1, dtype=np.int32)
@@ -277,13 +281,15 @@ def powered(x_SC: Array, exponent: float, products: Products) -> Array:
         Factor(each.integers, each.exponent - power * quarter) for each, power in ((x, 1), (gram, 2), (square, 4))
     )
     first = products.xp.asarray(_FIRST, dtype=np.float32)[bound & 3]
-    step = products.rounded(products.polynomial(first, [gram], [square]))
-    for coefficients in np.array(_NEXT, np.float32):
-        x = products.rounded(products.times(step, x))
+
+    def step(x_SC: Array, coefficients: Array) -> Array:
+        x = products.rounded(x_SC)
         gram = products.rounded(products.gram(x))
         square = products.rounded(products.gram(gram))
-        step = products.rounded(products.polynomial(coefficients, [gram], [square]))
-    return products.times(step, x)
+        return products.times(products.rounded(products.polynomial(coefficients, [gram], [square])), x)
+
+    x_SC = products.times(products.rounded(products.polynomial(first, [gram], [square])), x)
+    return products.repeated(step, x_SC, np.array(_NEXT, np.float32))
 
 
 def _inverse_fourth_root(gram_SS: Array, products: Products) -> Factor:
@@ -292,20 +298,23 @@ def _inverse_fourth_root(gram_SS: Array, products: Products) -> Factor:
     It is the product R of polynomials that take what is left of the matrix, G R⁴, to the unit matrix. Eigenvalues near
     FLOOR² need 24 bits.
     """
-    first, *others = np.array(_ROOT, np.float32)
+    coefficients = np.array(_ROOT, np.float32)
 
-    def step_of(coefficients: Array) -> Halves:
+    def step_of(coefficients: Array, left: Halves) -> Halves:
         square = products.halves(products.fine(left, left))
         return products.halves(products.polynomial(coefficients, left, square))
 
-    left = products.halves(gram_SS + np.float32(FLOOR**2) * products.xp.eye(len(gram_SS), dtype=np.float32))
-    root = step = step_of(first)
-    for coefficients in others:
+    def next_step(state: tuple[Halves, Halves, Halves], coefficients: Array) -> tuple[Halves, Halves, Halves]:
+        root, step, left = state
         twice = products.halves(products.fine(step, step))
         left = products.halves(products.fine(products.halves(products.fine(twice, left)), twice))
-        step = step_of(coefficients)
-        root = products.halves(products.fine(step, root))
-    return root[0]
+        step = step_of(coefficients, left)
+        return products.halves(products.fine(step, root)), step, left
+
+    left = products.halves(gram_SS + np.float32(FLOOR**2) * products.xp.eye(len(gram_SS), dtype=np.float32))
+    step = step_of(coefficients[0], left)
+    (root, _), _, _ = products.repeated(next_step, (step, step, left), coefficients[1:])
+    return root
 
 
 #: Products with fewer operations are not worth the hand-over to other threads, which takes about 0.1 ms.

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,10 @@ class Int8Products(Products):
         """Return the exponent of the smallest power of two above all magnitudes when these are rounded to 14 bits."""
         bits = jnp.abs(jnp.maximum(values.max(), -values.min())).view(jnp.int32)
         return jnp.maximum(((bits + (1 << (23 - BITS))) >> 23) - 126, EXPONENT_MIN)
+
+    def repeated(self, step: Callable[[Any, Array], Any], state: Any, coefficients: Array) -> Any:
+        """Return the state after a step with each row of coefficients. The step is compiled once."""
+        return jax.lax.scan(lambda state, row: (step(state, row), None), state, coefficients)[0]
 
     def product(self, left_AK: Array, right: Array, axis: int) -> Array:
         """Multiply two matrices of integers."""
