@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +102,8 @@ def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
 Wide = NDArray[np.float64]
 #: An array of numpy or of JAX.
 Array = Any
+#: What an iteration changes.
+State = TypeVar("State")
 #: Returns a matrix product. It may share the rows of the first matrix among threads, which changes no bit.
 Multiply = Callable[[Wide, Wide], Wide]
 #: Returns U Sᵖ Vᵀ, times some positive number, for a matrix U S Vᵀ and p. The matrix is not taller than wide, and the
@@ -222,7 +224,7 @@ class Products:
             out_SS = out_SS + (b * self.value(one) + c * self.value(square))
         return out_SS
 
-    def repeated(self, step: Callable[[Any, Array], Any], state: Any, coefficients: Array) -> Any:
+    def repeated(self, step: Callable[[State, Array], State], state: State, coefficients: Array) -> State:
         """Return the state after a step with each row of coefficients."""
         return reduce(step, coefficients, state)
 

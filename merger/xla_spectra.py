@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.merger.spectra import BITS, EXPONENT_MIN, Array, Matrix, Power, Products, powered
+from archipelago.merger.spectra import BITS, EXPONENT_MIN, Array, Matrix, Power, Products, State, powered
 
 log = logging.getLogger(__name__)
 #: An int32 holds the sum of twice as many products of two int8.
@@ -48,9 +48,10 @@ class Int8Products(Products):
         bits = jnp.abs(jnp.maximum(values.max(), -values.min())).view(jnp.int32)
         return jnp.maximum(((bits + (1 << (23 - BITS))) >> 23) - 126, EXPONENT_MIN)
 
-    def repeated(self, step: Callable[[Any, Array], Any], state: Any, coefficients: Array) -> Any:
+    def repeated(self, step: Callable[[State, Array], State], state: State, coefficients: Array) -> State:
         """Return the state after a step with each row of coefficients. The step is compiled once."""
-        return jax.lax.scan(lambda state, row: (step(state, row), None), state, coefficients)[0]
+        end: State = jax.lax.scan(lambda state, row: (step(state, row), None), state, coefficients)[0]
+        return end
 
     def product(self, left_AK: Array, right: Array, axis: int) -> Array:
         """Multiply two matrices of integers."""
