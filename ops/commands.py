@@ -158,7 +158,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago chaos --task docs/examples/task_bytes.py": "Kill processes that train a task of yours.",
     },
     "bench parity": {
-        "archipelago bench parity --quick": "Compare with data-parallel training, in minutes.",
+        "archipelago bench parity --trials parallel islands": "Compare with data-parallel training, in minutes.",
         "archipelago bench parity --model.size base --minutes 8": "Try some ways to merge; again, and try the rest.",
         "archipelago bench parity --trials jax pytorch jax-pytorch --islands 2": "Train a Llama in PyTorch as well.",
     },

@@ -284,9 +284,7 @@ def serve_merger(
     """The merger's process: say "ready", serve until it is killed, and answer any message with the time of its pieces.
 
     Args:
-        pipe: The connection to the parent.
-        url: The Redis.
-        run: The name of the run, which exists.
+        pipe, url, run: The parent, and a run that exists.
         cores: The only cores to use; empty for all.
         processes: The processes that share these cores.
         threads: The threads that change spectra; 0 for the default.

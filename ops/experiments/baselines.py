@@ -7,7 +7,6 @@ except that sums are taken in the order of one machine.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tyro
 
 from archipelago.broker.config import RunConfig, from_toml
 from archipelago.broker.files import write_atomically
@@ -137,17 +137,12 @@ def write_curve(work: Workload, tokens: int, output: Path, params: Params | None
     return 0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the curve that the flags ask for: `--config` is the run's, `--from` are the weights to begin with."""
-    parser = argparse.ArgumentParser()
-    for name, kind in (("--tokens", int), ("--output", Path), ("--config", Path), ("--from", Path), ("--task", str)):
-        parser.add_argument(name, type=kind)
-    flags = vars(parser.parse_args(arguments))
+def main(*, tokens: int, output: Path, config: Path, weights: Path | None = None, task: str | None = None) -> int:
+    """Write the curve of a run's config, from the task's first parameters or from weights."""
     keep_compiled()
-    work, weights = workload_of(from_toml(flags["config"]), flags["task"], flags["from"]), flags["from"]
-    params = WeightFiles(weights).load(work.model.tensors) if weights else None
-    return write_curve(work, flags["tokens"], flags["output"], params)
+    work = workload_of(from_toml(config), task, weights)
+    return write_curve(work, tokens, output, WeightFiles(weights).load(work.model.tensors) if weights else None)
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: main(sys.argv[1:])))
+    sys.exit(guarded(lambda: tyro.cli(main)))

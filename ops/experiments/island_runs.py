@@ -73,13 +73,9 @@ class HostileRun(VirtualRun):
 
 
 def islands(work: Workload, trial: Trial, progress: Progress) -> VirtualRun:
-    """Play a run of islands to its end, without failing chips. Return the finished run.
+    """Play a run of islands to its end, without failing chips, and report each evaluation. Return the finished run.
 
-    Args:
-        work: What they train.
-        trial: How many there are, and which of them are slow, late, hostile, or read other text. Tokens count those of
-            honest islands.
-        progress: Receives each evaluation.
+    The trial says how many islands there are, and which of them are slow, late, hostile, or read other text.
     """
     count = trial.islands
     if trial.lockstep:
@@ -106,11 +102,7 @@ def play(
 ) -> VirtualRun:
     """Play a run to its end, and report evaluations of its merged parameters over the tokens of all honest islands.
 
-    Args:
-        run: The run.
-        point: Evaluates parameters (`baselines.scoring`).
-        progress: Receives each evaluation.
-        hostile: The names of hostile islands, whose tokens do not count.
+    `point` evaluates parameters (`baselines.scoring`). `hostile` has the names of islands whose tokens do not count.
     """
     config = run.manifest.config
     honest = [island for name, island in run.islands.items() if name not in hostile]
@@ -198,12 +190,7 @@ FORGERIES: dict[str, Forgery] = {
 class HostileClient:
     """An island's client that replaces each contribution by a forgery.
 
-    Args:
-        client: The honest client.
-        manifest: The run.
-        attack: A name of FORGERIES or LITTLE. An honest island has none, and its contributions are noted.
-        seed: The seed of its random numbers.
-        public: What honest islands have published.
+    `attack` is a name of FORGERIES or LITTLE. An honest island has none, and its contributions are noted in `public`.
     """
 
     def __init__(self, client: IslandClient, manifest: Manifest, attack: str, seed: int, public: Public) -> None:

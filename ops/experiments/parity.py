@@ -38,8 +38,8 @@ from archipelago.ops.settings import say
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload
 
-#: The syncs of each fragment, unless --inner.steps is given; those of a quick comparison, and its warm-up.
-SYNCS, SYNCS_QUICK, QUICK_WARMUP_STEPS = 50, 16, 40
+#: The syncs of each fragment, unless --inner.steps is given.
+SYNCS = 50
 
 ArmName = Literal[
     "parallel", "islands", "parallel-muon", "muon-0.6", "muon-0.8", "isoloco", "rda", "jax", "pytorch", "jax-pytorch"
@@ -82,7 +82,7 @@ ARMS: Mapping[ArmName, Arm] = {
     "pytorch": Arm(_FLOAT32, frameworks=("pytorch",)),
     "jax-pytorch": Arm(_FLOAT32, frameworks=("jax", "pytorch")),
 }
-#: What is tried in a quick comparison, and of a user's task.
+#: What is tried of a user's task.
 FEW: tuple[ArmName, ...] = ("parallel", "islands")
 DEFAULT: tuple[ArmName, ...] = tuple(name for name, arm in ARMS.items() if not arm.frameworks)
 
@@ -91,15 +91,16 @@ DEFAULT: tuple[ArmName, ...] = tuple(name for name, arm in ARMS.items() if not a
 class ParityOptions(OutputOptions):
     """Compare losses at equal tokens, in virtual time: islands with data-parallel training, and other ways to merge.
 
-    Results are kept in the folder `parity` of the output, so the comparison can be made in several calls.
+    Each fragment has 50 syncs, unless --inner.steps is given. Results are kept in the folder `parity` of the output, so
+    the comparison can be made in several calls.
     """
 
     task: str | None = None
     """A task of your own, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
 
     trials: tuple[ArmName, ...] = ()
-    """What to try, in this order. The default is the first seven; of a task, and with --quick, the first two. The last
-    three train a Llama in PyTorch beside our model in JAX, on the same tokens and in float32."""
+    """What to try, in this order. The default is the first seven; of a task the first two. The last three
+    train a Llama in PyTorch beside our model in JAX, on the same tokens and in float32."""
     islands: tuple[int, ...] = (8,)
     """The numbers of islands M to compare."""
     intervals: tuple[int, ...] = ()
@@ -110,8 +111,6 @@ class ParityOptions(OutputOptions):
     """The seeds to take means and spreads over, such as 0 1 2. The default is the settings' own."""
     minutes: float = math.inf
     """Begin no trial after this time. The same command goes on later."""
-    quick: bool = False
-    """Make 16 syncs only. The default is 50, unless --inner.steps is given."""
     config: Path | None = None
     """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
@@ -129,12 +128,9 @@ def main(options: ParityOptions) -> int:
         from archipelago.islands.tasks.workload import require_trainable
 
         require_trainable(work)
-    inner = work.config.inner
-    if options.quick:
-        inner = replace(inner, steps=SYNCS_QUICK * config.sync.interval, warmup_steps=QUICK_WARMUP_STEPS)
-    elif inner.steps == InnerConfig().steps:
-        inner = replace(inner, steps=SYNCS * config.sync.interval)
-    return finish("parity", parity(work.changed(inner=inner), options), options)
+    if work.config.inner.steps == InnerConfig().steps:
+        work = work.changed(inner=replace(work.config.inner, steps=SYNCS * config.sync.interval))
+    return finish("parity", parity(work, options), options)
 
 
 class Place(NamedTuple):
@@ -150,10 +146,6 @@ class Place(NamedTuple):
 
 def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     """Run the trials that have no result yet, as long as there is time.
-
-    Args:
-        work: One of our models, or a task that has an `evaluate`.
-        options: What to compare, and for how long.
 
     Returns:
         Plain data with a row for each arm, M and H that has results.
@@ -190,7 +182,7 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
 def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Trial, RunConfig]]:
     """Yield the trials in order, each with its row and the settings of its run."""
     is_task, usual = isinstance(work.named, TaskFile), work.config.sync.interval
-    for name in options.trials or (FEW if is_task or options.quick else DEFAULT):
+    for name in options.trials or (FEW if is_task else DEFAULT):
         arm = ARMS[name]
         if is_task and (arm.frameworks or (work.model.has_own_optimizer and "inner.optimizer" in arm.settings)):
             raise ConfigError(

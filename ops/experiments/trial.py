@@ -173,10 +173,7 @@ Play = Callable[["Trial", "Workload", Progress], dict[str, Any]]
 def measure(trial: Trial, work: Workload | None = None, play: Play | None = None) -> dict[str, Any]:
     """Run the trial and return its record. A run that diverges is a result too, with null as its loss.
 
-    Args:
-        trial: The trial.
-        work: What it trains, with its settings; by default one of our models with the trial's.
-        play: Trains it, and reports each evaluation; by default as its kind says.
+    By default it trains one of our models with its settings, as its kind says.
     """
     if work is None:
         from archipelago.islands.data.corpus import open_corpus

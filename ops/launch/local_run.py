@@ -230,7 +230,7 @@ class LocalRun:
         say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
         argv = ["-m", SINGLE_PROCESS, "--tokens", str(tokens), "--output", str(result)]
         argv += ["--config", str(self.folder / "config.toml")]
-        argv += ["--from", str(self.options.from_)] if self.options.from_ else []
+        argv += ["--weights", str(self.options.from_)] if self.options.from_ else []
         argv += ["--task", self.options.task] if self.options.task else []
         child = Child("one-process", argv, thread_environment(1), log)
         child.start()
