@@ -90,7 +90,7 @@ class Leading(Session):
 
         If they may wait for a tensor, they hear of it when this process ends.
         """
-        if not self._is_torn:
+        if self._team is not None and not self._is_torn:
             with suppress(*GONE):
                 self._team.exchange(Said(has_left=1))
 

@@ -90,10 +90,10 @@ class Leader(Leading, JoinedRun):
 
     _new_team = staticmethod(new_team)
 
-    def sync(self, params: Any, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> Any:
-        """Sync in all processes. `tokens` counts those of all."""
-        self._team.settled(params)
-        return super().sync(params, tokens=tokens, loss=loss, steps=steps)
+    def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
+        if self._team is not None:
+            self._team.settled(self._given)
+        super()._turn(steps, tokens, loss)
 
     def _new_state(self, newest: Callable[[], Any]) -> LoopState:
         return TeamState(self._team, newest)
