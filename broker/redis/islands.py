@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from archipelago.broker.commits import entry_name, parse_entry
 from archipelago.broker.control import heard_by, is_expelled
@@ -31,6 +31,20 @@ REQUESTS_READ = 256
 LEASE_MAX = 160
 
 
+class Own(NamedTuple):
+    """What is of one island: the keys of its heartbeat and contributions, and what it looks for.
+
+    Attributes:
+        requests: The fields of the operator's requests that concern it.
+        looks: The commands with which it looks around.
+    """
+
+    heartbeat: str
+    updates: str
+    requests: list[str]
+    looks: list[tuple[str, ...]]
+
+
 class RedisIsland:
     """See `broker.transport.IslandClient`."""
 
@@ -40,10 +54,10 @@ class RedisIsland:
         connection = reader.connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stamps, self._signing = connection.stamps, connection.signing
-        self._looks: dict[str, tuple[list[str], list[tuple[str, ...]]]] = {}
+        self._known: dict[str, Own] = {}
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
-        chunks = self._chunks.of(contribution.island)
+        chunks, own = self._chunks.of(contribution.island), self._own(contribution.island)
         signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
         with self._connection.translated():
             where, doubted = chunks.upload(chunks_name(contribution), payload)
@@ -53,7 +67,7 @@ class RedisIsland:
                 if doubted:
                     chunks.require_whole(pipe, doubted, len(payload))
                 pipe.multi()
-                pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
+                pipe.xadd(own.updates, {**signed, **where})
                 pipe.sadd(self._keys.islands, contribution.island)
                 chunks.settle(pipe, where)
                 entry: bytes = pipe.execute()[0]
@@ -69,27 +83,28 @@ class RedisIsland:
             return bool(self._redis.xrange(self._keys.updates(sender), id_, id_))
 
     def look_around(self, island: str, claim: NameClaim | None) -> Around:
-        if island not in self._looks:
-            self._looks[island] = self._look_of(island)
-        names, commands = self._looks[island]
+        own = self._own(island)
         with self._connection.translated():  # other types of value under these keys must not stop the island
-            signs, stored, uid, *found = self._connection.tolerant(*commands)
+            signs, stored, uid, *found = self._connection.tolerant(*own.looks)
         if signs and not self._signing.is_on:
             self._members.require_unsigned()
         if claim is not None:
             held = _claim_in(stored)
             is_lost = held is None or newest_claim(claim, held) != held
             claim = self._confirmed(self._keys.name(island), claim) if is_lost else held
-        return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(names, found))
+        return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(own.requests, found))
 
-    def _look_of(self, island: str) -> tuple[list[str], list[tuple[str, ...]]]:
-        """Return the operator's requests that an island looks for, and all commands with which it looks around."""
-        keys, names = self._keys, list(heard_by(island))
-        requests = [("hget", keys.control, name) for name in names]
-        return names, [("exists", keys.members), ("get", keys.name(island)), ("hget", keys.manifest, "uid"), *requests]
+    def _own(self, island: str) -> Own:
+        """Return what is of one island. A process has one, or a few."""
+        if island not in self._known:
+            keys, requests = self._keys, list(heard_by(island))
+            looks = [("exists", keys.members), ("get", keys.name(island)), ("hget", keys.manifest, "uid"),
+                     *(("hget", keys.control, name) for name in requests)]  # fmt: skip
+            self._known[island] = Own(keys.island(island), keys.updates(island), requests, looks)
+        return self._known[island]
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
-        key = self._keys.island(heartbeat.island)
+        key = self._own(heartbeat.island).heartbeat
         signed = self._signing.signed("heartbeat", to_fields(heartbeat), stamp=self._stamps.next())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, mapping=signed)

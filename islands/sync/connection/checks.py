@@ -35,14 +35,11 @@ def fault_in(event: Event, manifest: Manifest) -> str:
 
 
 def _snapshot_fault(snapshot: Snapshot, manifest: Manifest) -> str:
-    number, p = snapshot.round, snapshot.fragment
+    p = snapshot.fragment
     if p not in manifest.own_fragments:
         return "a snapshot of a fragment that the run or shard does not have"
-    is_first = number == 0 and snapshot.version == 0
-    if not is_first and (number == 0 or p != manifest.fragment_of(number)):
-        return "a snapshot of a fragment that its round does not sync"
-    if not is_first and snapshot.version != manifest.version_after(number):
-        return "a snapshot of a version that its round does not give"
+    if snapshot.round != manifest.round_of(snapshot.version, p):
+        return "a snapshot of a fragment or version that its round does not give"
     if max(snapshot.bytes, snapshot.difference_bytes) > payload_bytes_max(manifest.sizes[p]):
         return "a snapshot that is larger than its fragment"
     return ""
