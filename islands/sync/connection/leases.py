@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.transport import IslandTransport
 
 #: An island that finds no free range skips this many looks. Each question reads the leases of all ranges, and with
 #: more islands than ranges some of them find none for hours.
 LOOKS_SKIPPED = 8
+#: Under this name, a run registers the number of the shards of its task's data.
+SHARDS_OF_TASK = "shards of the task"
+
+log = logging.getLogger(__name__)
 
 
 class IslandLeases:
@@ -71,3 +77,11 @@ class IslandLeases:
             self._lost |= lost & self._reading
             if self._next is not None and self._next.range in lost:
                 self._next = None
+
+    def register_shards(self, count: int) -> int:
+        """Return how many shards the run's task has, by the island that registered it first; `count` in an outage."""
+        try:
+            return int(self._transport.island.register_corpus(SHARDS_OF_TASK, str(count)))
+        except (BrokerError, ValueError) as error:
+            log.debug("the number of shards was not compared: %s", error)
+            return count
