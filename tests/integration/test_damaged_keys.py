@@ -31,10 +31,10 @@ from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
 from archipelago.merger.storage import MergerFolder
-from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.reading import observe
 from tests import samples
 from tests.harness.merger_run import CONFIG, Shelf, take_checkpoint, values
+from tests.harness.played import CreatedRun
 from tests.intercept import Intercepted
 
 RUN, ISLANDS = "sample", "ab"
@@ -99,7 +99,7 @@ class Observed(Merger):
         return done
 
 
-class DamagedRun:
+class DamagedRun(CreatedRun):
     """A run, its islands and its merger. `play` serves until a number of rounds has closed.
 
     Attributes:
@@ -109,11 +109,8 @@ class DamagedRun:
 
     def __init__(self) -> None:
         self.client: Any = fake_client(f"damaged-{next(_SERVERS)}")
-        self.keys = Keys(RUN)
-        self.clock = VirtualClock()
-        self.manifest = samples.manifest(RUN, DIFFERENCES)
-        self.transport = RedisTransport(self.client, RUN)
-        self.transport.create(self.manifest, samples.first_snapshots(self.manifest))
+        self.keys, manifest = Keys(RUN), samples.manifest(RUN, DIFFERENCES)
+        super().__init__(manifest, samples.first_snapshots(manifest), lambda: RedisTransport(self.client, RUN))
         self.store = Shelf()
         self.digests: dict[int, str] = {}
         self.sent: dict[tuple[str, int], str] = {}
@@ -122,7 +119,7 @@ class DamagedRun:
         self.merger = self._merger()
 
     def _merger(self) -> Observed:
-        transport = Unblocked(RedisTransport(self.client, RUN))
+        transport = Unblocked(self.connect())
         checkpointer = Checkpointer(transport, self.store, None, CHECKPOINT_SECONDS, at_once)
         return Observed(
             transport, self.clock, "merger", live_poll_seconds=0.0, checkpointer=checkpointer, on_round=self._on_round
@@ -213,7 +210,7 @@ class DamagedRun:
         out = []
         for p in range(2):
             try:
-                newest(RedisTransport(self.client, RUN).reader, self.manifest, p)
+                newest(self.connect().reader, self.manifest, p)
             except (BrokerError, WireError):
                 out.append(str(p))
         return " ".join(out)
@@ -363,7 +360,7 @@ def play(run: DamagedRun, name: str, how: str, when: str) -> None:
 
 def check(run: DamagedRun) -> None:
     """Assert that what islands read is what the merger has, and that every key is sound again."""
-    fresh = RedisTransport(run.client, RUN)
+    fresh = run.connect()
     for p in range(2):
         full = full_snapshot(fresh.reader, run.manifest, p)
         assert digest_of(full.params_N) == (full.snapshot.held or digest_of(full.params_N))

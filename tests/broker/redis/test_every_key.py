@@ -23,9 +23,8 @@ from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from tests import samples
 from tests.clusters import Cluster
+from tests.samples import LARGE
 
-#: A payload of several chunks.
-LARGE: Final = bytes(range(256)) * 10_000
 #: What a key's name is after the tag, and how it is deleted before its run is. Who writes it is in `test_roles.py`.
 KEYS: Final = {
     "manifest": "with the run",
