@@ -133,10 +133,19 @@ def _from_redis(
 
 
 def _rounds(transport: MergerTransport, manifest: Manifest, after: int, last: int) -> dict[int, TapeEntry]:
-    """Return the rounds after `after` up to `last` that are on the tape, in order."""
-    tape, own = transport.reader.tape(min(manifest.own_rounds.between(after, last), WHOLE_TAPE)), manifest.own_fragments
-    found = [entry for entry in tape if manifest.fragment_of(entry.round) == entry.fragment in own]
-    return {entry.round: entry for entry in found if after < entry.round <= last}
+    """Return the rounds after `after` up to `last` that are on the tape, in order.
+
+    The whole tape is read only if the newest entries lack some of them, because others have added entries.
+    """
+    tape: dict[int, TapeEntry] = {}
+    own, wanted = manifest.own_fragments, manifest.own_rounds.between(after, last)
+    for count in sorted({min(wanted, WHOLE_TAPE), WHOLE_TAPE}):
+        for entry in transport.reader.tape(count):
+            if after < entry.round <= last and manifest.fragment_of(entry.round) == entry.fragment in own:
+                tape.setdefault(entry.round, entry)
+        if len(tape) == wanted:
+            break
+    return dict(sorted(tape.items()))
 
 
 def _head(manifest: Manifest, closed: int, p: int, head: Snapshot | None) -> Snapshot:

@@ -98,7 +98,6 @@ MISTAKES = [
     ("up NEW --host hub", "config.value"),
     ("bench parity --islands 0", "config.value"),
     ("bench parity --slow 0.5", "config.value"),
-    ("bench mixed --islands 1", "config.value"),
     ("bench largest --fragments 0", "config.value"),
     ("bench accelerator --sizes 124m huge", "model.unknown"),
     ("simulate tables --days=-1", "config.value"),
