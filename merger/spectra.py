@@ -1,12 +1,11 @@
-"""Spectra: which tensors have one, how it is changed to the same bits on any machine, and what that costs. No JAX.
+"""Spectra: how the one of a matrix is changed to the same bits on any machine, and what that costs. No JAX.
 
-`groups` decides by which rule each tensor of a fragment is merged. `isotropic` changes the singular values of a matrix
-to a power of them (`with_power`). Matrix products usually differ in their last bits between processors, because each
-adds in another order. Here the factors are integers of 14 bits times a power of two, whose product is exact, and
-rounded once to float32. Sums of products with a polynomial's coefficients are rounded once as well, so no fused
-multiplication changes a bit. All other operations act on single elements; none is a division, which compilers for GPUs
-approximate, and scales are powers of two. So a merger that takes over on another machine, and a replay there, come to
-the same parameters, whether numpy or XLA (`merger.xla_spectra`) has multiplied.
+`isotropic` changes the singular values of a matrix to a power of them (`with_power`). Matrix products usually differ in
+their last bits between processors, because each adds in another order. Here the factors are integers of 14 bits times a
+power of two, whose product is exact, and rounded once to float32. Sums of products with a polynomial's coefficients are
+rounded once as well, so no fused multiplication changes a bit. All other operations act on single elements; none is a
+division, which compilers for GPUs approximate, and scales are powers of two. So a merger that takes over on another
+machine, and a replay there, come to the same parameters, whether numpy or XLA (`merger.xla_spectra`) has multiplied.
 
 The number of threads changes no bit either: each matrix is changed on its own. Numpy itself has one thread in our
 commands (`ops.cli`), because its threads wait busily: on a machine that does other work, too, two of them are slower
@@ -22,83 +21,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.config import MergeConfig
 from archipelago.broker.machine import usable_cores
-from archipelago.broker.manifest import Tensor
 from archipelago.merger.executor import BETWEEN_SECONDS
 
 Matrix = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Group:
-    """One tensor in the fragment's vector.
-
-    Attributes:
-        start: Its first element.
-        length: The number of its elements.
-        rule: The name of its merge rule.
-        shape: Its shape. Only matrices, and stacks of them along the leading axes, have a spectrum.
-        exponent: The power of the singular values that `isotropic` leaves, 0 or ½.
-        blocks: Into how many blocks `isotropic` cuts the shorter side of each matrix. Each block is merged as a matrix
-            of its own, and keeps its norm.
-    """
-
-    start: int
-    length: int
-    rule: str
-    shape: tuple[int, ...] = ()
-    exponent: float = 0.0
-    blocks: int = 1
-
-    @property
-    def end(self) -> int:
-        """One past the last element."""
-        return self.start + self.length
-
-    @property
-    def changes_spectrum(self) -> bool:
-        """Whether `isotropic` differs from `rda` for this tensor. Vectors, rows and columns have one singular value."""
-        return self.rule == "isotropic" and len(self.shape) > 1 and min(self.shape[-2:]) > 1
-
-    @property
-    def operations(self) -> float:
-        """The floating-point operations of changing the spectra of all blocks."""
-        *stack, rows, columns = self.shape
-        side, length = sorted((rows, columns))
-        sides = [len(part) for part in np.array_split(range(side), self.blocks)]
-        return math.prod(stack) * sum(operations((part, length), self.exponent) for part in sides)
-
-    def matrices(self, fragment_N: Matrix) -> list[Matrix]:
-        """Return the blocks as views of a fragment's vector."""
-        *_, rows, columns = self.shape
-        stack = fragment_N[self.start : self.end].reshape(-1, rows, columns)
-        return [part_RC for each_RC in stack for part_RC in np.array_split(each_RC, self.blocks, int(rows > columns))]
-
-
-def groups(layout: Sequence[tuple[Tensor, int]], config: MergeConfig) -> tuple[Group, ...]:
-    """Return the tensors of one fragment in order, from its row of `Manifest.layout`. Empty tensors are left out."""
-    return tuple(_group(tensor, offset, config) for tensor, offset in layout if tensor.size)
-
-
-def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
-    is_embedding = tensor.kind == "embedding"
-    rule, exponent = (
-        (config.embedding, config.embedding_exponent) if is_embedding else (config.rest, config.rest_exponent)
-    )
-    if rule != "isotropic":  # then the shape decides nothing, and equal groups share a program
-        return Group(offset, tensor.size, rule)
-    blocks = math.ceil(min(tensor.shape[-2:], default=1) / config.isotropic_side_max)
-    return Group(offset, tensor.size, rule, tensor.shape, exponent, blocks if len(tensor.shape) > 1 else 1)
-
-
 Wide = NDArray[np.float64]
 #: An array of numpy or of JAX.
 Array = Any
@@ -398,9 +330,3 @@ class Spectra:
             return left_AK @ right_KB  # X Xᵀ on one thread takes half the time
         parts = np.array_split(left_AK, self.threads)
         return np.concatenate(list(rows.map(lambda part_AK: part_AK @ right_KB, parts)))
-
-
-def cycle_operations(tensors: Sequence[Tensor], config: MergeConfig) -> float:
-    """Return the floating-point operations of all spectra of one cycle, in which each fragment is merged once."""
-    of_tensors = groups([(tensor, 0) for tensor in tensors], config)
-    return sum(group.operations for group in of_tensors if group.changes_spectrum)

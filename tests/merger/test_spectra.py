@@ -22,15 +22,14 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules, spectra
+from archipelago.merger.groups import Group, cycle_operations
 from archipelago.merger.spectra import (
     FLOOR,
     Factor,
-    Group,
     Matrix,
     Power,
     Products,
     Spectra,
-    cycle_operations,
     operations,
     with_power,
 )
@@ -257,7 +256,8 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.spectra import groups as fragment_groups, with_power
+from archipelago.merger.groups import groups as fragment_groups
+from archipelago.merger.spectra import with_power
 from archipelago.merger.xla_spectra import on_device
 tensors = (Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (77,)))
 offsets = np.cumsum([0, *(tensor.size for tensor in tensors)])
