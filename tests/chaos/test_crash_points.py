@@ -115,7 +115,7 @@ def outcome(transport: RedisTransport) -> dict[str, Any]:
     tape = transport.reader.tape(1000)
     state = json.loads(transport.reader.merger_state())
     for member in (member for entry in tape for member in entry.members):
-        _, floor, *above = state["seen"][f"{member.island}/x"]
+        floor, above, _ = state["seen"][f"{member.island}/x"]
         assert member.sequence < floor or member.sequence in above, "a retry would be merged again"
     # The counters say what was refused. The digest is that of the whole state.
     changing = {"timing", "covered", "seen", "refused", "refused_tokens", "bytes_up", "digest"}
