@@ -350,13 +350,9 @@ class Pending:
 
 @dataclass(frozen=True)
 class Handover:
-    """The header of the inner optimiser state that an island sends to a new one. The payload travels beside it.
+    """The header of the inner optimiser state that an island, the giver, sends to a new one.
 
-    Attributes:
-        giver: The island that sends its state.
-        incarnation: The incarnation of the giver.
-        bytes: The size of the payload.
-        digest: The digest of the payload.
+    The payload travels beside it; `bytes` and `digest` are its size and digest.
     """
 
     giver: Name

@@ -89,7 +89,6 @@ class Inbox:
         self._faults: set[str] = set()
         self._heads: Heads | None = None
         self._after = START
-        # What the training thread takes.
         self._events: deque[Event] = deque()
         self._arrivals: dict[int, Arrival] = {}
         self._announced: dict[int, dict[int, Snapshot]] = {}  # newer versions of each fragment
