@@ -31,9 +31,11 @@ from archipelago.broker.full_state import PARAMETERS, FullState, octets
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Counters, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.wire import digest
+from archipelago.merger.earlier import taken_over
 
 FORMAT = 2
-
+#: The field of the counters. Those of earlier versions have another name.
+COUNTERS = "counters"
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
 #: Arrays by item, and within an item by name, such as `{"parameters": {"embed": …}}`.
@@ -168,7 +170,7 @@ class CheckpointStore:
         fields = metadata["fields"]
         if metadata["digest"] != _digest_of(items, fields) or fields["number"] != number:
             raise WireError("it is damaged: its digest differs")
-        return _image_of(items, fields)
+        return _image_of(items, fields if COUNTERS in fields else taken_over(fields))
 
 
 def describe(images: Sequence[Image]) -> str:
@@ -220,7 +222,7 @@ def _metadata_of(image: Image, items: Items) -> Fields:
         "snapshots": [to_fields(full.snapshot) for full in image.fragments],
         "has_outer": [bool(full.own) for full in image.fragments],
         "state": image.state,
-        "counters": to_fields(image.counters),
+        COUNTERS: to_fields(image.counters),
         "cursors": {name: list(cursor) for name, cursor in image.cursors.items()},
         "tape": [to_fields(entry) for entry in image.tape],
         "evaluations": [to_fields(evaluation) for evaluation in image.evaluations],
@@ -246,7 +248,7 @@ def _image_of(items: Items, fields: Fields) -> Image:
         number=fields["number"],
         fragments=tuple(fragments),
         state=fields["state"],
-        counters=from_fields(Counters, fields["counters"]),
+        counters=from_fields(Counters, fields[COUNTERS]),
         cursors={name: (of_pass, sequence) for name, (of_pass, sequence) in fields["cursors"].items()},
         tape=tuple(from_fields(TapeEntry, values) for values in fields["tape"]),
         evaluations=tuple(from_fields(Evaluation, values) for values in fields["evaluations"]),
