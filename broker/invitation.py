@@ -91,11 +91,13 @@ class Member:
         role: What the member may do.
         key: The public key that checks what the member signs, in base64; empty if it signs nothing.
         user: The name of the Redis user that the member logs in as.
+        expires: Nothing. A member whose time an earlier version has bounded is no member.
     """
 
     role: Role
     key: Key = ""
     user: str = ""
+    expires: None = None
 
     def to_json(self) -> str:
         """Return the value of the member's field."""

@@ -58,6 +58,11 @@ class Reason:
     text: str
 
 
+WITHDRAWN = Reason(
+    "withdrawn", "others were deleted before they were merged; this merger refuses all until it starts again"
+)
+
+
 def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int) -> Reason | None:
     """Return why a contribution may not be merged, judged by its header, or None when it may."""
     c, config = contribution, manifest.config
@@ -154,10 +159,9 @@ class Inbox:
         self._announced: Counter[tuple[str, bool]] = Counter()  # refusals in this round, by island
 
     def clear(self) -> None:
-        """Drop all waiting contributions."""
-        self._refusals.clear()
-        for p in list(self._waiting):
-            self._drop(p)
+        """Drop all waiting contributions, and those whose downloads were interrupted."""
+        for each in (self._refusals, self._waiting, self._identities, self._entries, self.cursors):
+            each.clear()
 
     def __len__(self) -> int:
         """Return the number of waiting contributions."""
@@ -175,13 +179,12 @@ class Inbox:
         """Note that an island has deleted a contribution. One that does so again and again is barred."""
         self._withdrawn[island] += 1
         if self._withdrawn[island] >= WITHDRAWN_MAX:
-            text = "others were deleted before they were merged; this merger refuses all until it starts again"
-            self.barred.setdefault(island, Reason("withdrawn", text))
+            self.barred.setdefault(island, WITHDRAWN)
 
     def expel(self, islands: AbstractSet[str], state: RunState, epoch: int) -> None:
         """Refuse what these islands send, also what waits, and no other island that was expelled before."""
-        kept = {name: why for name, why in self.barred.items() if why.code != "expelled"}
-        self.barred = {**kept, **dict.fromkeys(islands, Reason("expelled", EXPELLED))}
+        withdrawn = (name for name, count in self._withdrawn.items() if count >= WITHDRAWN_MAX)
+        self.barred = dict.fromkeys(withdrawn, WITHDRAWN) | dict.fromkeys(islands, Reason("expelled", EXPELLED))
         for p, waiting in list(self._waiting.items()):
             if not islands & waiting.islands.keys():
                 continue
@@ -207,6 +210,8 @@ class Inbox:
         """
         for delivery, job in self._ahead(deliveries, state):
             self._between()
+            if isinstance(job, Reason) and job.code == "repeat":  # unless the copy before it was damaged
+                job = self._begun(delivery, state)
             found = job if isinstance(job, Reason) else awaited(job, self._between)
             if isinstance(found, Addend):
                 believed = self._believed(found.contribution, state)
@@ -233,21 +238,22 @@ class Inbox:
         for delivery in deliveries:
             if delivery.entry in self._entries:
                 continue
-            job: Reason | Future[Addend | Reason] | None = self._reason(delivery, state)
-            if job is None and (c := delivery.contribution) is not None:
-                self._reserve(delivery.entry, c)
-                job = self._downloads(partial(self._open, delivery))
-            if job is not None:
-                before.append((delivery, job))
+            before.append((delivery, self._begun(delivery, state)))
             if len(before) > AHEAD:
                 yield before.popleft()
         yield from before
 
-    def _reason(self, delivery: Delivery, state: RunState) -> Reason | None:
-        """Return why a delivery is refused, as far as its header tells."""
-        c = delivery.contribution
-        if c is None or delivery.fault:
+    def _begun(self, delivery: Delivery, state: RunState) -> Reason | Future[Addend | Reason]:
+        """Begin the download of a delivery, and return it, or why the delivery is refused."""
+        if (c := delivery.contribution) is None or delivery.fault:
             return Reason("unreadable", delivery.fault)
+        if reason := self._reason(c, state):
+            return reason
+        self._reserve(delivery.entry, c)
+        return self._downloads(partial(self._open, delivery))
+
+    def _reason(self, c: Contribution, state: RunState) -> Reason | None:
+        """Return why a contribution is refused, as far as its header tells."""
         if state.has_seen(c.identity) or c.identity in self._identities:
             return Reason("repeat", "a repeat of a contribution that was taken already")
         if reason := self.barred.get(c.island) or reason_to_refuse(c, self.rules.manifest, state.closed):

@@ -229,9 +229,9 @@ class Compactor:
 
     def want(self, fragments: AbstractSet[int], now: float) -> None:
         """Write the full state of these fragments again, because a part of it cannot be read. Not too often."""
-        if fragments and now - self._wanted_at >= IDLE_SECONDS:
+        if (own := fragments & self.fragments.keys()) and now - self._wanted_at >= IDLE_SECONDS:
             self._wanted_at = now
-            self._wanted |= fragments & self.fragments.keys()
+            self._wanted |= own
 
     def closing(self, tape: TapeEntry, covered: int) -> Kept:
         """Note a round whose commit is built next, and return what Redis keeps after it.

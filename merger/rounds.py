@@ -131,15 +131,17 @@ class Rounds:
         for found in self._open.values():
             found.answered.difference_update(islands)
 
-    def calls(self, close: Close | None = None) -> list[Call]:
+    def calls(self, close: Close | None = None, live: AbstractSet[str] = frozenset()) -> list[Call]:
         """Return the calls of the open rounds that have a contribution, once each.
 
-        A round that closes now, by the decision `close`, needs no call.
+        A round that closes now, by the decision `close`, needs no call if all live islands have answered it.
         """
         due = []
         for number in self._window:
-            found = None if close and number == close.round else self._open.get(number)
-            if found is not None and found.first_at is not None and not found.announced:
+            found = self._open.get(number)
+            if found is None or (close and number == close.round and live <= found.answered):
+                continue
+            if found.first_at is not None and not found.announced:
                 found.announced = True
                 due.append(Call(number, found.fragment))
         return due

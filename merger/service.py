@@ -190,16 +190,16 @@ class Merger:
         if not lingers:
             close = self.rounds.close(now, self.live, self.inbox.waiting_fragments())
         closed = close is not None
-        if calls := self.rounds.calls(close):
+        if calls := self.rounds.calls(close, self.live):
             self.transport.merger.announce(self.epoch, *calls)
         if not lingers:
             while close is not None:
-                now = self._close(close, now)
+                now = self._close(close)
                 close = self.rounds.close(now, self.live, self.inbox.waiting_fragments())
             now = self._settle() or now
             self._finished_at = (self._finished_at or now) if self._is_finished() else None
             self._take_checkpoint(now)
-        self._busy_seconds += now - self._began_at
+        self._busy_seconds += self.clock() - self._began_at
         return closed
 
     def _is_finished(self) -> bool:
@@ -271,9 +271,9 @@ class Merger:
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
-    def _close(self, close: Close, now: float) -> float:
+    def _close(self, close: Close) -> float:
         """Merge a round, and begin to commit it. Return the time after that."""
-        p, spectra_seconds = close.fragment, self.spectra.seconds
+        began, p, spectra_seconds = self.clock(), close.fragment, self.spectra.seconds
         before, after = self.state, self.state.copy()
         steered = self.controls.apply_settings(after)
         addends = self.inbox.take(p)
@@ -302,7 +302,7 @@ class Merger:
             digest="",
             members=merged.members,
             unix_seconds=self.wall(),
-            merge_seconds=merged_at - now,
+            merge_seconds=merged_at - began,
             spectra_seconds=spectra_seconds,
             busy_seconds=self._busy_seconds + merged_at - self._began_at,
             steered=steered,
@@ -315,7 +315,7 @@ class Merger:
             self.transport.merger.commit(tape.epoch, made)
             return made, self.clock()
 
-        self._under_way = UnderWay(self._commits(commit), now, before)
+        self._under_way = UnderWay(self._commits(commit), began, before)
         self.state, self.fragments[p] = after, merged.state
         self.rounds.advance(after, close)
         return merged_at

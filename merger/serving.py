@@ -20,6 +20,7 @@ from pathlib import Path
 from archipelago.broker.errors import (
     ArchipelagoError,
     BrokerError,
+    FencedError,
     UnknownRunError,
     UnreachableError,
     WireError,
@@ -112,7 +113,7 @@ class Troubles:
         if error.what != self._last:  # an outage is logged once, however long it lasts
             log.warning("%s", error, extra={"code": error.code})
         self._last = error.what
-        if is_outage(error) or isinstance(error, WithdrawnError):  # which ends by itself, too
+        if is_outage(error) or isinstance(error, WithdrawnError | FencedError):  # which end by themselves, too
             return RETRY_SECONDS
         self._faults += 1
         if self._faults > FAULTS_MAX:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
-from pydantic import TypeAdapter
+from pydantic import PlainValidator, TypeAdapter
 
+from archipelago.broker.control import read_settings
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import COUNT_MAX, Contribution
 from archipelago.broker.ranges import advanced
@@ -140,7 +141,7 @@ class RunState:
     refused_tokens: int = 0
     bytes_up: int = 0
     covered: int = 0
-    steered: dict[str, float] = field(default_factory=dict)
+    steered: Annotated[dict[str, float], PlainValidator(read_settings)] = field(default_factory=dict)
     control: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> RunState:

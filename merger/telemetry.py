@@ -117,7 +117,7 @@ class MergerCollector:
             "archipelago_merger_staleness_versions", "Staleness of merged contributions.", labels=names
         )
         for labels, _, rounds in found:
-            seen = rounds.staleness
+            seen = rounds.staleness.copy()  # the merger counts in another thread
             below = [(str(float(bound)), sum(seen[n] for n in seen if n <= bound)) for bound in STALENESS_BOUNDS]
             total = sum(n * count for n, count in seen.items())
             histogram.add_metric(list(labels.values()), [*below, ("+Inf", seen.total())], total)

@@ -53,7 +53,7 @@ class Lease:
         self._holder, self._epoch, self._instance = "", 0, ""
         #: The value of the epoch's key while this merger holds the lease. The number alone is not enough: a server that
         #: loses its newest writes would give one number to two mergers.
-        self._mark = b""
+        self._mark = 0, b""
         self._uid: str | None = None
         self._renewing: tuple[Renewal, tuple[list[str], list[Value]]] | None = None  # the last renewal, and its words
 
@@ -71,7 +71,7 @@ class Lease:
         if answer[0] == "held":
             return None
         self._holder, self._epoch, self._instance = holder, int(answer[2]), answer[3]
-        self._mark = epoch_mark(self._epoch, holder)
+        self._mark = self._epoch, epoch_mark(self._epoch, holder)
         failpoint("acquire.done")
         return self._epoch
 
@@ -147,14 +147,14 @@ class Lease:
     ) -> tuple[list[str], list[Value]]:
         """Return the keys and the arguments of the script."""
         at_instance = at_instance or after_round is not None or bool(write.needed)
-        keys, words = write.request()
+        (known, mark), (keys, words) = self._mark, write.request()
         head = self._keys.manifest  # not read
         if after_round is not None:
             shape = self._stored.shape()
             head = self._keys.head(shape.fragment_of(after_round) if after_round else shape.own_fragments[0])
         arguments: list[Value] = [
             self._uid or "",
-            self._mark if epoch == self._epoch else epoch_mark(epoch, self._holder),
+            mark if epoch == known else epoch_mark(epoch, self._holder),
             "" if after_round is None else after_round,
             self._instance if at_instance else "",
             *words,
