@@ -118,8 +118,6 @@ class Invariants:
         self.tape_epoch = 0
         self._resumes = run.next_event if run else 0
         if run is not None:
-            for number, waiting in run.updates.items():  # another history may have used its name for something else
-                self.entries[f"{waiting.sender}/{number}-0"] = (waiting.contribution, waiting.payload)
             self._read_tape(run, again=True)
 
     # -- observations -----------------------------------------------------------------------------------------------

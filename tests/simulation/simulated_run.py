@@ -28,6 +28,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import key_of
 from archipelago.broker.messages import Contribution, Marker
 from archipelago.broker.shards.transport import create, of_shard, whole
+from archipelago.broker.wire import is_digest
 from archipelago.islands.checkpoint import OwnState
 from archipelago.islands.sync.connection.outbox import KEPT_SECONDS
 from archipelago.merger.service import LEASE_SECONDS
@@ -344,7 +345,11 @@ class Simulation:
 
     def _restored(self, invariants: Invariants) -> None:
         self.broker.restored(RUN, invariants.shard)
-        payloads = {sent.identity_text: payload for sent, payload in invariants.entries.values()}
+        payloads = {
+            sent.identity_text: payload
+            for sent, payload in invariants.entries.values()
+            if is_digest(sent.digest, payload)  # a checkpoint holds no contribution that was damaged on its way
+        }
         run = invariants.run
         for number, entry in run.updates.items():
             payload = payloads[entry.contribution.identity_text]
