@@ -1,7 +1,4 @@
-"""The inbox of an island: announcements of one shard's merger in order, and the snapshots that they announce.
-
-Snapshots are downloaded as differences against what the island holds, or in full.
-"""
+"""The inbox of an island: announcements of one shard's merger in order, and snapshots, as differences or in full."""
 
 from __future__ import annotations
 
@@ -21,15 +18,8 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest_of, newest, onto
-from archipelago.islands.sync.connection.checks import (
-    Heads,
-    believable_step,
-    differences_after,
-    fault_in,
-    judged,
-    last_round,
-    require_same_run,
-)
+from archipelago.islands.sync.connection import checks
+from archipelago.islands.sync.connection.checks import Heads
 from archipelago.islands.sync.connection.outbox import Outbox
 from archipelago.islands.sync.measures import Uplink
 
@@ -38,6 +28,8 @@ EVENTS_AT_ONCE = 256
 LOST_SECONDS = 10.0
 #: No more events are read while the training thread has as many as this to take. The broker keeps the later ones.
 EVENTS_KEPT = 4096
+#: No more arrivals than this wait on the device for the training thread. The others wait in the memory of the host.
+PREPARED_MAX = 2
 #: How often an island looks whether another server answers.
 INSTANCE_SECONDS = 2.0
 #: How many of the newest rounds on the tape may confirm a step, so that one unreadable entry hides nothing.
@@ -187,7 +179,7 @@ class Inbox:
         news = self._reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         self._heads = None  # headers are read at most once for these events
         for entry, event in news:
-            events, fault = judged(event, self._manifest, self.heard_round, self._window, self._known_heads)
+            events, fault = checks.judged(event, self._manifest, self.heard_round, self._window, self._known_heads)
             if fault:
                 self._ignore(fault)
             for each in events:
@@ -224,7 +216,7 @@ class Inbox:
                 self._outbox.refused(event.identity_text)
             case Resume(round=number):
                 if self._reader.uid() not in (None, self._manifest.uid):
-                    require_same_run(self._reader, self._manifest)
+                    checks.require_same_run(self._reader, self._manifest)
                 tape = self._tape_since(self._outbox.first_merged_round, number)
                 self._must_resend = True
                 self._outbox.undo(number, tape)
@@ -254,7 +246,7 @@ class Inbox:
             return
         instance = self._reader.instance()
         if self._instance not in ("", instance):
-            stored = last_round(self._fresh_heads())
+            stored = checks.last_round(self._fresh_heads())
             if stored is not None:
                 self._return_to(stored)
         self._instance, self._looked_at = instance, now
@@ -262,7 +254,7 @@ class Inbox:
     def _return_to_last_round(self) -> None:
         """Go back to the last round whose snapshot is stored, if this island believed in a later one."""
         self.listen()
-        stored = last_round(self._fresh_heads())
+        stored = checks.last_round(self._fresh_heads())
         if stored is not None and stored < self.heard_round:
             self._ignore("a snapshot that is not stored")
             self._return_to(stored)
@@ -280,7 +272,7 @@ class Inbox:
         """
         if first_round is None:
             return {}
-        newest = max(closed, last_round(self._known_heads()) or 0)  # more may have closed since
+        newest = max(closed, checks.last_round(self._known_heads()) or 0)  # more may have closed since
         rounds = max(0, self._manifest.own_rounds.between(first_round - 1, newest))
         tape = self._reader.tape(rounds + self._manifest.config.sync.window)
         return {entry.round: {member.identity_text for member in entry.members} for entry in tape}
@@ -326,13 +318,21 @@ class Inbox:
             self._early[p] = arrival  # held until all earlier events are processed
             return
         self._uplink.arrived_at = self._clock()
-        prepared = replace(arrival, params_N=self.prepare(p, arrival.params_N))
+        prepared = self._prepared(arrival) if len(self._arrivals) < PREPARED_MAX else arrival
         with self._lock:
             self._arrivals[p] = prepared
         if max(self._announced.get(p, {}), default=0) <= max(newest, arrival.snapshot.version):
             self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
         if is_whole:
             self.listen()
+
+    def _prepared(self, arrival: Arrival) -> Arrival:
+        """Return an arrival on the island's device, or as it is if the device does not take it."""
+        try:
+            return replace(arrival, params_N=self.prepare(arrival.snapshot.fragment, arrival.params_N))
+        except Exception as error:  # noqa: BLE001 - a device may have no room now, and `adopt` takes either
+            log.debug("fragment %s waits in the memory of the host: %s", arrival.snapshot.fragment, error)
+            return arrival
 
     def _fetched_whole(self, p: int) -> Arrival:
         """Download the newest full snapshot of a fragment and the differences after it.
@@ -343,7 +343,7 @@ class Inbox:
         began = self._clock()
         found = newest(self._reader, self._manifest, p)
         self._uplink.received(found.bytes, began, self._clock())
-        if fault := fault_in(found.snapshot, self._manifest):
+        if fault := checks.fault_in(found.snapshot, self._manifest):
             raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
         return self._hold(Arrival(found.snapshot, found.params_N))
 
@@ -354,7 +354,7 @@ class Inbox:
         other islands hold.
         """
         held = self.held.get(p)
-        chain = [] if held is None else differences_after(held.snapshot.version, self._announced.get(p, {}))
+        chain = [] if held is None else checks.differences_after(held.snapshot.version, self._announced.get(p, {}))
         if held is None or not chain:
             return None
         vector_N = held.params_N
@@ -388,7 +388,7 @@ class Inbox:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
         snapshot = arrival.snapshot
         p, version = snapshot.fragment, snapshot.version
-        step = believable_step(snapshot, self.step, self.run_steps, self._interval, self._taped)
+        step = checks.believable_step(snapshot, self.step, self.run_steps, self._interval, self._taped)
         if step < min(snapshot.step, self.run_steps):
             log.warning("ignoring step %s of fragment %s, which the tape does not confirm", snapshot.step, p)
         self.step = max(self.step, step)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import MEMORY_SHARE_MAX, Memory
@@ -75,6 +81,33 @@ def test_a_loop_that_does_not_sync_keeps_a_bounded_number_of_events(harness: Har
     while not (found := arrived(link)):
         link.pump_receive()
     assert found == {1: 1.0}
+
+
+def test_few_arrivals_wait_on_the_device(harness: Harness) -> None:
+    """The training thread may not sync for long, and the device may have no room."""
+    link, prepared = harness.link(), list[int]()
+
+    def prepare(p: int, params_N: Vector) -> Any:
+        prepared.append(p)
+        if p:
+            raise RuntimeError("out of memory")
+        return jnp.asarray(params_N)
+
+    link.channels[0].inbox.prepare = prepare
+    harness.close(1, 1.0)
+    harness.close(2, 2.0)
+    link.pump_receive()
+    assert prepared == [0, 1]
+    harness.close(3, 3.0)
+    link.pump_receive()
+    assert prepared == [0, 1]
+    kinds = {a.snapshot.round: (type(a.params_N) is np.ndarray, float(a.params_N[0])) for a in received(link)[1]}
+    assert kinds == {2: (True, 2.0), 3: (True, 3.0)}
+    harness.close(5, 5.0)
+    link.pump_receive()
+    assert prepared == [0, 1, 0]
+    (arrival,) = received(link)[1]
+    assert type(arrival.params_N) is not np.ndarray and arrival.params_N[0] == 5.0
 
 
 def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
