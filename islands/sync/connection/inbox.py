@@ -323,7 +323,7 @@ class Inbox:
             self._arrivals[p] = prepared
         if max(self._announced.get(p, {}), default=0) <= max(newest, arrival.snapshot.version):
             self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
-        if is_whole:
+        if is_whole or self._wanted - self._early.keys():
             self.listen()
 
     def _prepared(self, arrival: Arrival) -> Arrival:

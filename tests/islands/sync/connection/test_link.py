@@ -6,12 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import MEMORY_SHARE_MAX, Memory
-from archipelago.islands.sync.connection.inbox import EVENTS_AT_ONCE, EVENTS_KEPT
+from archipelago.islands.sync.connection.inbox import EVENTS_AT_ONCE, EVENTS_KEPT, Arrival
 from tests import samples
 from tests.failing import failing
 from tests.islands.sync.connection.link_run import SIZE, Harness, arrived, received, send
@@ -108,6 +109,26 @@ def test_few_arrivals_wait_on_the_device(harness: Harness) -> None:
     assert prepared == [0, 1, 0]
     (arrival,) = received(link)[1]
     assert type(arrival.params_N) is not np.ndarray and arrival.params_N[0] == 5.0
+
+
+def test_events_are_read_between_the_differences_of_several_fragments(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a thin link, even a difference may take longer than a round."""
+    link, read = harness.link(), list[int]()
+    inbox = link.channels[0].inbox
+
+    def by_differences(p: int) -> Arrival:
+        read.append(harness.faulty.calls["events"])
+        return inbox._fetched_whole(p)
+
+    monkeypatch.setattr(inbox, "_by_differences", by_differences)
+    harness.close(1, 1.0)
+    harness.close(2, 2.0)
+    link.pump_receive()
+    first, second = read
+    assert second == first + 1
+    assert harness.faulty.calls["events"] == second, "the next pump reads them"
 
 
 def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
