@@ -94,6 +94,7 @@ class Link:
         self.transport, self.manifest, self.who, self.clock = transport, manifest, who, clock
         self.uplink = Uplink()
         self.unsound: list[int] = []
+        self._joined: dict[int, list[Arrival]] = {}  # of the shards whose fragments could all be read
         self._changed = threading.Condition()
         self.channels = [self._channel(shard, each) for shard, each in enumerate(shards_of(transport))]
         self.heartbeats = Heartbeats(transport, self.channels, manifest, who, self.uplink, clock, wall, self._changed)
@@ -103,10 +104,8 @@ class Link:
         self.giver = Giver(transport, who)
         self._sending = [Pump(_named("send", channel), channel.outbox.pump) for channel in self.channels]
         receiving = [
-            Pump(
-                _named("receive", channel), channel.inbox.pump, patient_work=partial(channel.inbox.pump, BLOCK_SECONDS)
-            )
-            for channel in self.channels
+            Pump(_named("receive", each), each.inbox.pump, patient_work=partial(each.inbox.pump, BLOCK_SECONDS))
+            for each in self.channels
         ]
         self._beating = Pump("heartbeat", self._beat, wait_seconds=HEARTBEAT_SECONDS)
         self._telling = [
@@ -215,14 +214,21 @@ class Link:
         Raises:
             ConfigError: The operator has excluded this island.
             BrokerError: The broker cannot be reached.
-            WireError: A fragment cannot be read (`wire.fragment`). The mergers are told, and write it again.
+            WireError: A fragment cannot be read (`wire.fragment`). The mergers are told, and write it again. Another
+                call fetches only what could not be read.
         """
         self.heartbeats.claim_name()
-        try:
-            arrivals = _in_order([arrival for channel in self.channels for arrival in channel.inbox.join()])
-        except WireError:
+        fault: WireError | None = None
+        for channel in (each for each in self.channels if each.shard not in self._joined):
+            try:
+                self._joined[channel.shard] = channel.inbox.join()
+            except WireError as error:
+                fault = fault or error
+        if fault is not None:
             self.heartbeats.tell_unreadable(self.unreadable)
-            raise
+            raise fault
+        arrivals = _in_order([arrival for joined in self._joined.values() for arrival in joined])
+        self._joined.clear()
         self.heartbeats.begin()
         return arrivals
 

@@ -10,12 +10,15 @@ import pytest
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import WireError
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import MEMORY_SHARE_MAX, Memory
 from archipelago.islands.sync.connection.inbox import EVENTS_AT_ONCE, EVENTS_KEPT, Arrival
+from archipelago.islands.sync.connection.link import Link
 from tests import samples
 from tests.failing import failing
-from tests.islands.sync.connection.link_run import SIZE, Harness, arrived, received, send
+from tests.islands.sync.connection.link_run import SIZE, FaultyTransport, Harness, arrived, ranges_of, received, send
+from tests.sharded import create_sharded
 
 
 def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harness) -> None:
@@ -46,6 +49,20 @@ def test_an_island_tells_the_mergers_what_it_cannot_read_while_it_joins(harness:
     harness.stored.fragments[0] = lost
     assert [arrival.snapshot.fragment for arrival in link.join()] == [0, 1]
     assert harness.faulty.calls["fragment"] == 4, "what was read is not read again"
+
+
+def test_no_shard_is_read_twice_while_an_island_joins() -> None:
+    run = create_sharded(MemoryBroker().connect("sample"))
+    run.shards = first, second = [FaultyTransport(shard) for shard in run.shards]
+    manifest = run.reader.manifest()
+    link = Link(run, manifest, "a/x", ranges_of(manifest))
+    first.damaged_fragments, second.damaged_fragments = 2, 1
+    for told in ({0, 1}, {0}):
+        with pytest.raises(WireError, match="fragment 0"):
+            link.join()
+        assert [shard.reader.presences()[0].unreadable for shard in run.shards] == [told, told]
+    assert [arrival.snapshot.fragment for arrival in link.join()] == [0, 1]
+    assert (first.calls["fragment"], second.calls["fragment"]) == (3, 2)
 
 
 def test_no_event_during_a_join_is_missed(harness: Harness) -> None:
