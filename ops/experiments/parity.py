@@ -130,7 +130,8 @@ def main(options: ParityOptions) -> int:
         require_trainable(work)
     if work.config.inner.steps == InnerConfig().steps:
         work = work.changed(inner=replace(work.config.inner, steps=SYNCS * config.sync.interval))
-    return finish("parity", parity(work, options), options)
+    found = parity(work, options)
+    return finish("parity", found, options) if found["rows"] else 0
 
 
 class Place(NamedTuple):
@@ -174,7 +175,7 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     rows = {place: TrialRow({}, tuple(records)) for place, records in found.items() if records}
     return {
         "config": work.config.digest(), "task": task, "slow": options.slow, "unit": unit.name, "left": left,
-        "rows": [_row(place, row, rows, unit) for place, row in rows.items()],
+        "rows": [_row(place, row, rows, unit, len(options.seeds) > 1) for place, row in rows.items()],
         "curves": {str(place): [_curve(record, unit) for record in row.records] for place, row in rows.items()},
     }  # fmt: skip
 
@@ -218,8 +219,11 @@ def _measured(arm: Arm, trial: Trial, work: Workload, config: RunConfig) -> dict
     return measure(trial, work.changed(**sections), partial(played, arm.frameworks))
 
 
-def _row(place: Place, row: TrialRow, rows: Mapping[Place, TrialRow], unit: LossUnit) -> dict[str, Any]:
+def _row(
+    place: Place, row: TrialRow, rows: Mapping[Place, TrialRow], unit: LossUnit, has_spread: bool
+) -> dict[str, Any]:
     """Return a line of the table. A column has the ratio to each baseline with as many islands."""
+    spread = unit.from_evaluation(row.spread) if len(row.records) > 1 else math.nan
     first, ratios = row.records[0], dict[str, float]()
     baselines = {other.arm: ARMS[other.arm] for other in rows}
     for name in (name for name, arm in baselines.items() if arm.kind == "parallel" or len(arm.frameworks) == 1):
@@ -233,7 +237,7 @@ def _row(place: Place, row: TrialRow, rows: Mapping[Place, TrialRow], unit: Loss
         "interval": place.interval,
         "tokens": first["tokens"],
         "loss": unit.from_evaluation(row.mean),
-        **({"spread": unit.from_evaluation(row.spread)} if len(row.records) > 1 else {}),
+        **({"spread": spread} if has_spread else {}),
         **ratios,
         "rounds": first.get("rounds", 0),
         "per_round": first.get("per_round", 0.0),

@@ -21,6 +21,7 @@ from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
+from archipelago.ops.bench.output import table
 from archipelago.ops.experiments import baselines, parity
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.parity import ARMS, ArmName, ParityOptions
@@ -75,6 +76,21 @@ def test_trials_are_run_in_parts_and_never_twice(tmp_path: Path, monkeypatch: py
     later = parity.parity(work, options_of(tmp_path, "rda", "parallel", minutes=0.0))
     assert ([row["trial"] for row in later["rows"]], later["left"]) == (["parallel"], 1)
     assert parity.parity(work.changed(seed=7), options_of(tmp_path, minutes=0.0))["left"] == 2, "another run"
+
+
+def test_what_was_begun_with_several_seeds_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "measure", lambda trial, work: {**record_of(trial, 2.0 + trial.seed), "curve": []})
+    work = task_work()
+    parity.parity(work, options_of(tmp_path, seeds=(0, 1), islands=(2,)))
+    monkeypatch.setattr(parity, "workload_of", lambda config, task: work)
+    stopped = options_of(tmp_path, "parallel", "islands", seeds=(0, 1, 2), islands=(2, 3), minutes=0.0)
+    assert parity.main(stopped) == 0
+    parity.parity(work, options_of(tmp_path, "parallel", seeds=(0,), islands=(3,)))
+    rows = parity.parity(work, stopped)["rows"]
+    assert [(row["trial"], row["islands"]) for row in rows] == [("parallel", 2), ("parallel", 3), ("islands", 2)]
+    assert [row["spread"] > 0 for row in rows] == [True, False, True]
+    assert len(table(rows, 100).columns) == len(rows[0])
+    assert parity.main(options_of(tmp_path, "rda", minutes=0.0)) == 0, "there is no result yet"
 
 
 def test_each_trial_changes_what_its_name_says() -> None:
