@@ -162,6 +162,10 @@ State = Any
 KeyPath = tuple[Any, ...]
 #: The part of optax's states that holds second moments.
 SECOND_MOMENT = jax.tree_util.GetAttrKey("nu")
+#: The part that counts its steps.
+COUNT = jax.tree_util.GetAttrKey("count")
+#: The parts of optax's states that are checked. Other names may be those of a script's parameters.
+CHECKED = frozenset({"count", "mu", "nu", "ns_coeffs"})
 #: The bytes of the widest number that travels. Longer ones are different on each kind of processor.
 WIDTH_MAX = 8
 
@@ -217,8 +221,13 @@ class LoopState:
 
     def _require_sound(self, own: Mapping[KeyPath, Any], sent: Mapping[KeyPath, NDArray[Any]]) -> None:
         for path, values in sent.items():
-            for place, key in enumerate(path):
-                name = str(getattr(key, "name", ""))
+            attributes = [place for place, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)]
+            for place in attributes:
+                name, count = path[place].name, sent.get((*path[:place], COUNT))
+                # Deeper ones may be the script's parameters, unless the state counts steps, as optax's do in wrappers.
+                is_own = place == attributes[0] or (count is not None and count.dtype.kind in "iu")
+                if name not in CHECKED or not is_own:
+                    continue
                 second = (*path[:place], SECOND_MOMENT, *path[place + 1 :]) if name == "mu" else ()
                 recovery.require_sound(name, values, self._bounds, sent.get(second))
                 if name == "ns_coeffs" and (values != np.asarray(own[path])).any():  # of Muon's Newton-Schulz steps

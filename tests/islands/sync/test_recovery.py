@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +281,29 @@ def test_moments_of_real_steps_are_within_the_bounds() -> None:
     for steps in (1, 20):
         for config, state, own in ((tiny.CONFIG, trained(steps), STATE), (tiny.MUON, muon_state(steps), muon_state(1))):
             held(own, moment_bounds(config.inner)).decode(*forged(state))
+
+
+class Named(NamedTuple):
+    """Parameters with the names that optimisers give to their arrays."""
+
+    count: Any
+    mu: Any
+    nu: Any
+    step: Any
+    sum: Any
+
+
+def test_parameters_may_have_the_names_of_moments() -> None:
+    params = Named(*[jnp.ones(3)] * 5)
+    for optimizer in (optax.sgd(0.1, momentum=0.9), optax.adam(0.1), optax.inject_hyperparams(optax.adam)(0.1)):
+        first = optimizer.init(params)
+        with jax.numpy_dtype_promotion("standard"):
+            state = optimizer.update(jax.tree.map(jnp.negative, params), first, params)[1]
+        decoded = held(first).decode(*forged(state))
+        assert [leaf.tolist() for leaf in decoded] == [leaf.tolist() for leaf in jax.tree.leaves(state)]
+        if len(decoded) > len(params):  # Adam's, with second moments
+            with failing(WireError, "handover.unsound"):
+                held(first).decode(*forged(jax.tree.map(negative, state)))
 
 
 # -- Muon's state ---------------------------------------------------------------------------------------------------
