@@ -31,7 +31,7 @@ from archipelago.islands.sync.participant import Participant
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.ops.experiments.baselines import scoring
-from archipelago.ops.experiments.island_runs import play
+from archipelago.ops.experiments.island_runs import figures, play
 from archipelago.ops.experiments.trial import Progress, Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 
@@ -92,11 +92,11 @@ class TorchIsland(Participant):
 
 
 class MixedRun(VirtualRun):
-    """A run whose islands train in the given frameworks, in turn."""
+    """A run whose islands train in the given frameworks, in turn. The trial says which of them are slow."""
 
-    def __init__(self, work: Workload, frameworks: Sequence[str], islands: int) -> None:
+    def __init__(self, work: Workload, frameworks: Sequence[str], trial: Trial) -> None:
         self._frameworks = cycle(frameworks)
-        super().__init__(work, paces(islands))
+        super().__init__(work, paces(trial.islands, trial.slow, trial.slowed))
 
     def new_island(
         self, name: str, work: Workload, supply: Supply, link: Link, arrivals: Sequence[Arrival], incarnation: str
@@ -117,7 +117,7 @@ class MixedRun(VirtualRun):
 
 
 def played(frameworks: Sequence[str], trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
-    """Train one of our models by islands in these frameworks, and report each evaluation.
+    """Train one of our models by islands in these frameworks, and report each evaluation. Return the run's figures.
 
     Raises:
         ConfigError: They cannot train the run's model alike (`config.value`).
@@ -131,5 +131,4 @@ def played(frameworks: Sequence[str], trial: Trial, work: Workload, note: Progre
         )
     torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
     with jax.default_matmul_precision("float32"):
-        play(MixedRun(work, frameworks, trial.islands), scoring(work), note)
-    return {}
+        return figures(play(MixedRun(work, frameworks, trial), scoring(work), note))

@@ -26,6 +26,7 @@ from archipelago.ops.experiments import baselines, parity
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.parity import ARMS, ArmName, ParityOptions
 from archipelago.ops.experiments.trial import CurvePoint, Trial
+from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 from tests import pytorch
 from tests.failing import failing
 from tests.islands.tasks.task_runs import BATCHES, EXAMPLES, SHARDS
@@ -129,6 +130,19 @@ def test_short_runs_in_both_frameworks_end_alike(corpus: OpenCorpus, tmp_path: P
     assert both["to_pytorch"] == pytest.approx(1.0, abs=0.005)
     first, *_, last = (loss for _, loss in list(found["curves"].values())[2][0])
     assert last < 0.8 * first
+
+
+def test_islands_in_any_framework_may_be_slow(corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytorch.required("transformers")
+    from archipelago.ops.experiments import both_frameworks
+
+    made = list[list[float]]()
+    monkeypatch.setattr(VirtualRun, "__init__", lambda run, work, seconds: made.append(seconds))
+    monkeypatch.setattr(both_frameworks, "play", lambda run, point, note: run)
+    monkeypatch.setattr(both_frameworks, "figures", lambda run: {"rounds": 7})
+    trial = Trial.of({}, islands=3, slow=4.0)
+    assert both_frameworks.played(("jax",), trial, our_work(SMALL, corpus), list[CurvePoint]().append) == {"rounds": 7}
+    assert made == [paces(3, 4.0, 1)]
 
 
 @pytest.mark.full
