@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.study import append, flat, records
 from archipelago.ops.experiments.trial import ISLANDS_MAX, Record, Settings, Trial, TrialRow, key_of, measure
 from archipelago.ops.launch.init import workload_of
-from archipelago.ops.settings import say
+from archipelago.ops.settings import is_given, say
 
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload
@@ -128,10 +129,16 @@ def main(options: ParityOptions) -> int:
         from archipelago.islands.tasks.workload import require_trainable
 
         require_trainable(work)
-    if work.config.inner.steps == InnerConfig().steps:
+    if work.config.inner.steps == InnerConfig().steps and not _has_length(options.config):
         work = work.changed(inner=replace(work.config.inner, steps=SYNCS * config.sync.interval))
     found = parity(work, options)
     return finish("parity", found, options) if found["rows"] else 0
+
+
+def _has_length(path: Path | None) -> bool:
+    """Return whether the user chose the number of steps, by the flag or in a file. It may be the default."""
+    inner = tomllib.loads(path.read_text(encoding="utf-8")).get("inner", {}) if path else {}
+    return "steps" in inner or is_given("--inner.steps")
 
 
 class Place(NamedTuple):

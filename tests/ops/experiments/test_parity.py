@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.broker.config import MergeConfig, RunConfig
+from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
@@ -92,6 +92,27 @@ def test_what_was_begun_with_several_seeds_is_a_table(tmp_path: Path, monkeypatc
     assert [row["spread"] > 0 for row in rows] == [True, False, True]
     assert len(table(rows, 100).columns) == len(rows[0])
     assert parity.main(options_of(tmp_path, "rda", minutes=0.0)) == 0, "there is no result yet"
+
+
+def test_a_length_that_is_given_counts_although_it_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_steps, without = tmp_path / "with.toml", tmp_path / "without.toml"
+    with_steps.write_text(f"[inner]\nsteps = {InnerConfig().steps}\n")
+    without.write_text("seed = 1\n[inner]\nwarmup_steps = 4\n")
+    work, lengths = task_work().changed(inner=InnerConfig()), list[int]()
+
+    def fake(work: Workload, options: ParityOptions) -> dict[str, Any]:
+        lengths.append(work.config.inner.steps)
+        return {"rows": []}
+
+    monkeypatch.setattr(parity, "workload_of", lambda config, task: work)
+    monkeypatch.setattr(parity, "parity", fake)
+    for words, path in (([], None), ([], without), ([], with_steps), (["--inner.steps", "0"], None)):
+        monkeypatch.setattr("sys.argv", ["archipelago", "bench", "parity", *words])
+        parity.main(options_of(tmp_path, config=path))
+    short, default = parity.SYNCS * RunConfig().sync.interval, InnerConfig().steps
+    assert lengths == [short, short, default, default]
 
 
 def test_each_trial_changes_what_its_name_says() -> None:
