@@ -167,9 +167,10 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     make_untracked(options.output)
     path.parent.mkdir(exist_ok=True)
     known = {(record["arm"], key_of(record)): record for record in records(path)}
-    found, left = defaultdict[Place, list[Record]](list), 0
+    found, left, kept = defaultdict[Place, list[Record]](list), 0, 0
     for place, trial, config in plan:
         record = known.get((place.arm, trial.key))
+        kept += record is not None
         if record is None and time.monotonic() - began < 60 * options.minutes:
             record = {"arm": place.arm, **_measured(ARMS[place.arm], trial, work, config)}
             append(path, finite(record))
@@ -177,6 +178,8 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
             say(f"{place}, seed {trial.seed}: {loss:.4f} {unit.name} after {record['tokens']:,} tokens")
         left += record is None
         found[place] += [record] if record else []
+    if kept:
+        say(f"{kept} of {len(plan)} results are of earlier calls: if {task} has changed since, delete {path}")
     if left:
         say(f"{left} of {len(plan)} trials are left: give the same command again")
     rows = {place: TrialRow({}, tuple(records)) for place, records in found.items() if records}

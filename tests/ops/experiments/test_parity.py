@@ -55,7 +55,9 @@ def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypa
     assert [len(curve) for (curve,) in others] == [len(first)] * 2 == [4, 4]
 
 
-def test_trials_are_run_in_parts_and_never_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_are_run_in_parts_and_never_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = {"islands": -1.0, "parallel": -2.0}
     measured: list[Trial] = []
 
@@ -68,7 +70,9 @@ def test_trials_are_run_in_parts_and_never_twice(tmp_path: Path, monkeypatch: py
     work = task_work()
     (first,) = parity.parity(work, options_of(tmp_path, "islands"))["rows"]
     assert (first["interval"], first["rounds"], "to_parallel" in first) == (4, 7, False)
+    assert "earlier calls" not in capsys.readouterr().err
     both = parity.parity(work, options_of(tmp_path))
+    assert "1 of 2 results are of earlier calls" in capsys.readouterr().err
     assert [trial.kind for trial in measured] == ["islands", "parallel"]
     parallel, islands = both["rows"]
     assert (both["left"], islands["loss"]) == (0, first["loss"])
