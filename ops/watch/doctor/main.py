@@ -207,7 +207,8 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
     host = node.host if node else str(checkup.options.get("host", ""))
     judged = checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role)
     if found.manifest:
-        judged.append(checks.run_memory(found.manifest, len(shards), len(found.presences), facts.info))
+        live = sum(presence.is_live for presence in found.presences)
+        judged.append(checks.run_memory(found.manifest, len(shards), live, facts.info))
     if is_first:
         found.findings += judged
         found.findings += checks.topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))

@@ -146,8 +146,11 @@ def test_the_doctor_checks_the_rights_in_every_shard(own: RedisServer, raw: Any)
     assert member(own, raw, "island", everywhere, (0, 1)).denied == ()
     raw.execute_command("ACL", "DELUSER", "guest")
     transport = connect(own.url, "sample")
-    create_sharded(transport)
+    run = create_sharded(transport)
+    for island, state in (("oslo", "training"), ("rome", "training"), ("bern", "left")):
+        run.island.heartbeat(samples.heartbeat(island, state))
     found = main.check_server(own.url, None, 0.0).findings
+    assert any("With 2 islands the run takes" in finding.what for finding in found)
     assert any("in 2 fragments and 2 shards" in finding.what for finding in found)
     assert {finding.code for finding in found} >= {"rights.ok", "memory.ok"}
     transport.close()
