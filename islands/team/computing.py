@@ -61,7 +61,8 @@ class TeamReplica(Replica):
 
     def _shared(self, fragment: int, vector_N: Vector | None) -> Vector:
         own_N = np.zeros(self.sizes[fragment], np.float32) if vector_N is None else vector_N
-        return self._team.share([own_N])[0]
+        shared_N = self._team.share([own_N])[0]
+        return shared_N if vector_N is None else vector_N  # in the leader, what was shared is another copy
 
 
 class TeamState(LoopState):

@@ -21,6 +21,7 @@ from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import replica as replica_module
 from archipelago.islands.sync.arrays import device_copy, flatten, unflatten
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.team.computing import TeamReplica
 from tests import samples
 from tests.tiers import examples
 
@@ -189,3 +190,26 @@ def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any
         parts, reference_N = replica_module._compiled_measure(rows, thin)(replica.references[p], part)
         assert body_of(replica.measure(p, params, thin)) == body_of(parts)
         assert np.asarray(replica.references[p]).tobytes() == np.asarray(reference_N).tobytes()
+
+
+# -- several processes and threads -----------------------------------------------------------------------------------
+
+
+class Team:
+    """A team of one process, in which what is shared is another copy."""
+
+    def tell(self, *said: Any, **numbers: int) -> None:
+        """Tell nobody."""
+
+    def share(self, shared: list[Vector]) -> list[Vector]:
+        return [each.copy() for each in shared]
+
+
+def test_the_leader_of_a_team_begins_without_a_copy_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_with: list[list[Vector]] = []
+    monkeypatch.setattr(Replica, "begin", lambda replica, vectors: begun_with.append(vectors))
+    replica, vectors = TeamReplica(Team(), manifest()), counting()  # type: ignore[arg-type]
+    replica.begin(vectors)
+    replica.begin()
+    assert all(one is other for one, other in zip(begun_with[0], vectors, strict=True))
+    assert [vector_N.tolist() for vector_N in begun_with[1]] == [[0.0] * size for size in SIZES]
