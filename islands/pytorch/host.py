@@ -89,15 +89,19 @@ class LateCopy(HostCopy):
 
     def __init__(self, tensor: Tensor, copies: CopyStream) -> None:
         """Note the tensor, which the device may still compute."""
-        self._tensor, self._copies, self._computed = tensor.detach(), copies, copies.mark()
+        self._tensor: Tensor | None = tensor.detach()
+        self._copies, self._computed, self._copied = copies, copies.mark(), None
 
     def is_ready(self) -> bool:
         """Return whether the device has computed the tensor."""
         return bool(self._computed.query())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Copy the tensor, and return it as `HostCopy` does."""
-        self._copied, self._host = None, self._copies.to_host(self._tensor, self._computed)
+        """Copy the tensor the first time, free it, and return the copy as `HostCopy` does."""
+        tensor = self._tensor
+        if tensor is not None:
+            self._host = self._copies.to_host(tensor, self._computed)
+            self._tensor = None
         return super().__array__(dtype, copy)
 
 

@@ -112,6 +112,7 @@ def test_the_threads_of_the_link_make_all_copies_of_a_device() -> None:
     assert not copies.copied
     with ThreadPoolExecutor(1, thread_name_prefix="link") as link:
         sent = link.submit(body_of, parts).result()
+        assert link.submit(body_of, parts).result() == sent, "what is sent again is not copied again"
         prepared = link.submit(replica.prepare, 0, np.full(9, 3.0, np.float32)).result()
     replica.adopt(0, tensors, prepared)
     assert len(sent) == CODECS[replica.codec].encoded_size(9)
