@@ -99,7 +99,7 @@ class Team(ABC):
         if set(numbers) != {number}:
             raise ConfigError(
                 f"this process calls `{call}`, and another process of this island calls something else",
-                "Call `create` and `join` in every process, in the same order.",
+                "Call `join` in every process and, if the model is split, `create` too, in the same order.",
                 code="loop.not-together",
             )
 
