@@ -105,8 +105,8 @@ class Replica:
         for p, reference in enumerate(self.references):
             part = self._part(p, tensors)
             for codec in self._codecs(self.sizes[p]):
-                self._measure(p, codec)(reference, part)
-            self._adopted(p, reference, device_copy(part) if self._donates else part)
+                jax.block_until_ready(self._measure(p, codec)(reference, part))  # type: ignore[no-untyped-call]
+            jax.block_until_ready(self._adopted(p, reference, device_copy(part) if self._donates else part))  # type: ignore[no-untyped-call]
 
     def _codecs(self, elements: int) -> list[str]:
         """Return the codecs that may be used for a fragment of this size."""
