@@ -369,25 +369,6 @@ def from_json(text: str | bytes, source: str = "the run's stored config") -> Run
     return checked(values, source, remedy)
 
 
-def of_earlier_version(text: str) -> tuple[RunConfig, list[str]]:
-    """Return the config that an earlier version wrote, and the names of its settings that this one cannot use.
-
-    These have the defaults of this version. Raises ConfigError for text that is no such config.
-    """
-    dropped: list[str] = []
-    try:
-        values = json.loads(text)
-        try:
-            _adapter().validate_python(values)
-        except ValidationError as error:
-            for section, *key in (fault["loc"] for fault in error.errors()):
-                (values[section] if key else values).pop(key[0] if key else section)
-                dropped.append(".".join(map(str, (section, *key))))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"the stored config cannot be read ({error!r:.80})", "", code="config.manifest") from None
-    return checked(values, "the stored config"), dropped
-
-
 def from_toml(path: Path) -> RunConfig:
     """Return the config in a TOML file, with defaults for missing keys. Raises ConfigError."""
     try:

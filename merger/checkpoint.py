@@ -31,7 +31,6 @@ from archipelago.broker.full_state import PARAMETERS, FullState, octets
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Counters, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.wire import digest
-from archipelago.merger.earlier import taken_over
 
 FORMAT = 2
 #: The field of the counters. Those of earlier versions have another name.
@@ -170,7 +169,11 @@ class CheckpointStore:
         fields = metadata["fields"]
         if metadata["digest"] != _digest_of(items, fields) or fields["number"] != number:
             raise WireError("it is damaged: its digest differs")
-        return _image_of(items, fields if COUNTERS in fields else taken_over(fields))
+        if COUNTERS not in fields:
+            from archipelago.merger.earlier import taken_over  # which loads JAX
+
+            fields = taken_over(fields)
+        return _image_of(items, fields)
 
 
 def describe(images: Sequence[Image]) -> str:

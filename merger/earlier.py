@@ -10,8 +10,10 @@ import json
 import logging
 from typing import Any
 
-from archipelago.broker import config as configs
-from archipelago.broker.errors import WireError
+from pydantic import TypeAdapter, ValidationError
+
+from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.errors import ConfigError, WireError
 from archipelago.merger.state import RunState
 
 log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ def taken_over(fields: dict[str, Any]) -> dict[str, Any]:
         WireError: Something else of it cannot be read.
     """
     manifest = dict(fields["manifest"])
-    config, dropped = configs.of_earlier_version(manifest["config"])
+    config, dropped = _config(manifest["config"])
     manifest |= {"config": config.to_json(), "config_digest": config.digest()}
     if dropped:
         log.warning("an earlier version wrote this checkpoint; the defaults replace its %s", ", ".join(dropped))
@@ -43,3 +45,22 @@ def taken_over(fields: dict[str, Any]) -> dict[str, Any]:
         raise WireError(f"its state is of another version ({error!r:.80})", code="wire.message") from None
     counters = fields["books"] | {"refused": "0", "refused_tokens": "0"}
     return fields | {"manifest": manifest, "state": state.to_json(), "counters": counters, "pending": []}
+
+
+def _config(text: str) -> tuple[RunConfig, list[str]]:
+    """Return the config that an earlier version wrote, and the names of its settings that this one cannot use.
+
+    These have the defaults of this version. Raises ConfigError for text that is no such config.
+    """
+    dropped: list[str] = []
+    try:
+        values = json.loads(text)
+        try:
+            TypeAdapter(RunConfig).validate_python(values)
+        except ValidationError as error:
+            for section, *key in (fault["loc"] for fault in error.errors()):
+                (values[section] if key else values).pop(key[0] if key else section)
+                dropped.append(".".join(map(str, (section, *key))))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"the stored config cannot be read ({error!r:.80})", "", code="config.manifest") from None
+    return checked(values, "the stored config"), dropped
