@@ -40,6 +40,12 @@ def taken(island: Participant) -> OwnState:
     return state, Totals(island.totals.steps, island.totals.tokens)
 
 
+def _whole(island: Participant) -> OwnState | None:
+    """Return the present state, or None without the optimiser's, such as when another process of the island is lost."""
+    own = taken(island)
+    return own if own[0].leaves or island.optimizer.copies is None else None
+
+
 class IslandStore:
     """The newest state of one island in a folder.
 
@@ -76,14 +82,15 @@ class IslandStore:
 
     def on_marker(self, island: Participant) -> None:
         """Write the state in the background, unless the last one is still being written."""
-        if self._job is None or self._job.done():
-            self._job = self._pool.submit(self.save, taken(island))
+        if (self._job is None or self._job.done()) and (own := _whole(island)) is not None:
+            self._job = self._pool.submit(self.save, own)
 
     def finish(self, island: Participant) -> None:
         """Write the last state, on leaving."""
         if self._job is not None:
             self._job.result()
-        self.save(taken(island))
+        if (own := _whole(island)) is not None:
+            self.save(own)
         self._pool.shutdown()
 
     def close(self) -> None:

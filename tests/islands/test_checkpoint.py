@@ -184,3 +184,14 @@ def test_an_island_on_another_machine_takes_its_state_from_the_bucket(
     third.save(kept.own)
     assert "training continues" in caplog.text
     assert third.restore(fresh()), "the disk has it"
+
+
+def test_the_last_state_stays_where_the_newest_cannot_be_had(tmp_path: Path) -> None:
+    """Another process of the island may be lost, with its part of the state."""
+    kept, island = store(tmp_path), trained(3)
+    kept.save(taken(island))
+    before = kept.path.read_bytes()
+    island.optimizer = replace(island.optimizer, copies=lambda: None)
+    kept.on_marker(island)
+    kept.finish(island)
+    assert kept.path.read_bytes() == before
