@@ -18,6 +18,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
@@ -39,6 +40,9 @@ ADMIN: Final = "admin"
 SUFFIX: Final = ".join"
 #: The field of the hash of members with the public key that all mergers of the run share. No member can have this name.
 MERGER_KEY: Final = "@merger"
+FILE_BYTES_MAX: Final = 64 << 10
+#: A reader ignores further members.
+MEMBERS_MAX: Final = 4096
 Stored = TypeVar("Stored")
 #: 32 bytes in base64, or nothing.
 Key = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9+/]{43}=)?$")]
@@ -56,6 +60,7 @@ class Invitation:
         merger_key: The public key of the run's mergers, in base64.
         ca_certificate: The certificate authority that signed the server's certificate, as PEM. Empty if the system's
             authorities apply, or without TLS.
+        expires: Nothing. Earlier versions wrote a time, which nobody would enforce, so a file with one is refused.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -67,6 +72,7 @@ class Invitation:
     merger_key: Key = ""
     ca_certificate: str = field(default="", repr=False)
     archipelago: Literal[1] = 1
+    expires: None = None
 
     @property
     def island(self) -> str:
@@ -75,7 +81,7 @@ class Invitation:
 
     def to_json(self) -> str:
         """Return the content of the join file."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return _written(self, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Invitation:
@@ -101,7 +107,7 @@ class Member:
 
     def to_json(self) -> str:
         """Return the value of the member's field."""
-        return json.dumps(dataclasses.asdict(self))
+        return _written(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
@@ -134,7 +140,7 @@ class Members:
         found: dict[str, Member] = {}
         faults: dict[str, str] = {}
         merger_key = ""
-        for name, text in fields.items():
+        for name, text in islice(fields.items(), MEMBERS_MAX):
             try:
                 if name == MERGER_KEY:
                     merger_key = _parsed(Key, json.dumps(text))
@@ -185,7 +191,9 @@ def read(path: Path) -> Invitation:
         ConfigError: There is no such file, others can read it, or its content is damaged.
     """
     try:
-        content, found = path.read_bytes(), path.stat()
+        with path.open("rb") as file:
+            found = path.stat()
+            content = file.read(FILE_BYTES_MAX + 1) if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
         raise ConfigError(
             f"cannot read the join file {str(path)!r:.200}: {error.strerror}",
@@ -200,6 +208,8 @@ def read(path: Path) -> Invitation:
             code="invitation.file",
         )
     try:
+        if len(content) > FILE_BYTES_MAX:
+            raise WireError(f"it is larger than {FILE_BYTES_MAX} bytes")
         return Invitation.from_json(content)
     except WireError as error:
         raise ConfigError(
@@ -221,6 +231,12 @@ def _others(owner: int) -> int:
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
+
+
+def _written(stored: Invitation | Member, indent: int | None = None) -> str:
+    """Return the JSON of all fields that have a value."""
+    values = dataclasses.asdict(stored)
+    return json.dumps({name: value for name, value in values.items() if value is not None}, indent=indent)
 
 
 def _parsed(kind: type[Stored], text: str | bytes) -> Stored:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker import invitation
 from archipelago.broker.errors import ConfigError, UnreachableError, WireError
-from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, key_text
+from archipelago.broker.invitation import MEMBERS_MAX, MERGER_KEY, Invitation, Member, Members, key_text
 from archipelago.broker.redis import administration
 from archipelago.broker.redis.administration import KnownMembers
 from tests.conftest import Until
@@ -38,6 +38,8 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_join_file_is_private_and_is_read_back(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert invitation.read(path) == OSLO
+    path.write_text(json.dumps({**json.loads(path.read_text()), "expires": None}))  # as earlier versions wrote it
     assert invitation.read(path) == OSLO
     assert "secret" not in repr(OSLO)
     assert KEY not in repr(OSLO)
@@ -68,7 +70,7 @@ def test_a_mounted_secret_is_read_through_its_group(path: Path, monkeypatch: pyt
 CHANGES: list[dict[str, object]] = [
     {"archipelago": 2}, {"role": "king"}, {"role": ["island"]}, {"run": "../x"}, {"name": ""}, {"name": 1},
     {"url": "http://hub"}, {"private_key": "x"}, {"merger_key": key_text(bytes(31))},
-    {"ca_certificate": 3}, {"more": 1},
+    {"ca_certificate": 3}, {"more": 1}, {"expires": 2e9}, {"ca_certificate": "x" * invitation.FILE_BYTES_MAX},
 ]  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def test_damaged_join_files_are_refused(path: Path) -> None:
     for change in CHANGES:
         path.write_text(json.dumps({**whole, **change}))
         with failing(ConfigError, "invitation.invalid"):
-            pytest.fail(f"{change}: {invitation.read(path)}")
+            pytest.fail(f"{str(change)[:80]}: {invitation.read(path)}")
 
 
 @settings(max_examples=examples(200))
@@ -97,6 +99,9 @@ def test_members_are_read_and_damaged_ones_admit_nobody() -> None:
     assert members.faults.keys() == {"bad", "a:b"}
     assert members.is_signed
     assert not Members.of({}).is_signed
+    old = Members.of({"a": '{"role": "island", "expires": null}', "b": '{"role": "island", "expires": 2e9}'})
+    assert (set(old.by_name), set(old.faults)) == ({"a"}, {"b"})
+    assert len(Members.of({f"i{number}": oslo.to_json() for number in range(MEMBERS_MAX + 1)}).by_name) == MEMBERS_MAX
 
 
 def test_known_members_count_while_their_server_is_away(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
