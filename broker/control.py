@@ -199,11 +199,11 @@ def changes_text(config: RunConfig, before: Mapping[str, float], after: Mapping[
 
 def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> dict[str, float]:
     """Return the settings in force after the changes that the tape records. Raises WireError for an invalid change."""
-    changes = {name: value for name, _, value in (change.partition("=") for change in text.split())}
-    control = Control.of(changes)
-    if faults := [*control.faults.values(), *(changes.keys() - set(SETTINGS))]:
-        raise WireError(f"the tape's {text!r:.80}: {faults[0]:.80}", code="wire.message")
-    return _differing(config, {**before, **control.settings})
+    try:
+        changes = read_settings({name: value for name, _, value in (each.partition("=") for each in text.split())})
+    except ValueError as error:
+        raise WireError(f"the tape's {text!r:.80}: {error}", code="wire.message") from None
+    return _differing(config, {**before, **changes})
 
 
 def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
@@ -244,13 +244,12 @@ def fields_in(state: str) -> dict[str, str]:
 
 def read_fields(values: Mapping[str, object]) -> dict[str, str]:
     """Return the valid fields of a map, as text."""
-    return dict(_stored(values).fields)
+    return dict(Control.of({str(name): str(value) for name, value in values.items()}).fields)
 
 
 def read_settings(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the valid settings of a map."""
-    return dict(_stored(values).settings)
-
-
-def _stored(values: Mapping[str, object]) -> Control:
-    return Control.of({str(name): str(value) for name, value in values.items()})
+    """Return the settings in a merger's state, or on the tape. Raises ValueError unless all are valid."""
+    control = Control.of({str(name): str(value) for name, value in values.items()})
+    if faults := [*control.faults.values(), *(values.keys() - set(SETTINGS))]:
+        raise ValueError(f"{faults[0]:.80}")
+    return dict(control.settings)

@@ -63,6 +63,7 @@ def test_only_an_undamaged_state_is_read() -> None:
         "cursors": [{"0": [1]}],
         "accounts": [{"a": [1] * 14}, {"a": ["many", 1]}],
         "covered": [None],
+        "steered": [{"inner.steps": 0}, {"data.shards": 3}],
     }
     damaged = [digested(values | {name: value}) for name, all_ in wrong.items() for value in all_]
     for text in ("{", "[" * 100_000, json.dumps(values), *map(json.dumps, changed), *damaged):
