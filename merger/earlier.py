@@ -58,7 +58,8 @@ def _config(text: str) -> tuple[RunConfig, list[str]]:
         try:
             TypeAdapter(RunConfig).validate_python(values)
         except ValidationError as error:
-            for section, *key in (fault["loc"] for fault in error.errors()):
+            # A setting that may be of several types has a fault for each of them.
+            for section, *key in sorted({fault["loc"][:2] for fault in error.errors()}):
                 (values[section] if key else values).pop(key[0] if key else section)
                 dropped.append(".".join(map(str, (section, *key))))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

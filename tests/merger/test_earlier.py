@@ -26,6 +26,7 @@ def fields(**changes: Any) -> dict[str, Any]:
     config["sync"]["moments"] = "local"
     config["model"]["rematerialise"] = False
     config["outer"]["momentum"] = 0.8
+    config["inner"]["learning_rate"] = "fast"
     manifest |= {"config": json.dumps(config), "config_digest": "of another version"}
     written = {"manifest": manifest, "state": json.dumps(STATE), "books": BOOKS, "cursors": {"20": [0, 992]}}
     return written | {"tape": ["kept"], "pending": ["lost"]} | changes
@@ -34,7 +35,7 @@ def fields(**changes: Any) -> dict[str, Any]:
 def test_a_run_goes_on_from_a_checkpoint_of_version_0_2(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = taken_over(fields())
-    assert "model.rematerialise, sync.moments" in caplog.text
+    assert "inner.learning_rate, model.rematerialise, sync.moments" in caplog.text
     config = Manifest.from_fields(found["manifest"]).config
     assert config.outer.momentum == 0.8
     state = RunState.from_json(found["state"])
