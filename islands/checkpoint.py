@@ -33,17 +33,16 @@ log = logging.getLogger(__name__)
 OwnState = tuple[StateForPeer, Totals]
 
 
-def taken(island: Participant) -> OwnState:
-    """Return the present state of an island. This costs a copy of the optimiser's state on the device."""
-    leaves = island.optimizer.present() or ()
-    state = StateForPeer(f"{island.name}/{island.incarnation}", leaves, island.ledger.global_step)
+def taken(island: Participant) -> OwnState | None:
+    """Return the present state of an island. This costs a copy of the optimiser's state on the device.
+
+    None if the optimiser's state is not there now, such as when another process of the island is lost.
+    """
+    leaves = island.optimizer.present()
+    if leaves is None and island.optimizer.copies is not None:
+        return None
+    state = StateForPeer(f"{island.name}/{island.incarnation}", leaves or (), island.ledger.global_step)
     return state, Totals(island.totals.steps, island.totals.tokens)
-
-
-def _whole(island: Participant) -> OwnState | None:
-    """Return the present state, or None without the optimiser's, such as when another process of the island is lost."""
-    own = taken(island)
-    return own if own[0].leaves or island.optimizer.copies is None else None
 
 
 class IslandStore:
@@ -82,14 +81,14 @@ class IslandStore:
 
     def on_marker(self, island: Participant) -> None:
         """Write the state in the background, unless the last one is still being written."""
-        if (self._job is None or self._job.done()) and (own := _whole(island)) is not None:
+        if (self._job is None or self._job.done()) and (own := taken(island)) is not None:
             self._job = self._pool.submit(self.save, own)
 
     def finish(self, island: Participant) -> None:
         """Write the last state, on leaving."""
         if self._job is not None:
             self._job.result()
-        if (own := _whole(island)) is not None:
+        if (own := taken(island)) is not None:
             self.save(own)
         self._pool.shutdown()
 

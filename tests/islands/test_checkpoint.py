@@ -53,6 +53,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     folder = tmp_path_factory.mktemp("island") / "kept"
     island = trained(9)
     own = taken(island)
+    assert own is not None
     store(folder).save(own)
     return Kept(folder, own, leaf_bytes(island.inner.optimizer))
 
@@ -131,12 +132,14 @@ def test_a_death_at_the_rename_leaves_the_state_before_or_after(
         assert after.totals.steps == (11 if is_done else 9)
 
 
-def test_a_disk_that_cannot_be_written_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_cannot_be_written_does_not_stop_training(
+    kept: Kept, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("no folder")
     full = store(tmp_path / "file" / "k")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            full.save(taken(trained(2)))
+            full.save(kept.own)
     assert len(caplog.records) == 1
     assert "training continues" in caplog.text
 
@@ -188,8 +191,9 @@ def test_an_island_on_another_machine_takes_its_state_from_the_bucket(
 
 def test_the_last_state_stays_where_the_newest_cannot_be_had(tmp_path: Path) -> None:
     """Another process of the island may be lost, with its part of the state."""
-    kept, island = store(tmp_path), trained(3)
-    kept.save(taken(island))
+    island = trained(3)
+    store(tmp_path).finish(island)
+    kept = store(tmp_path)
     before = kept.path.read_bytes()
     island.optimizer = replace(island.optimizer, copies=lambda: None)
     kept.on_marker(island)

@@ -13,7 +13,7 @@ import pytest
 
 from archipelago.broker.codecs import Vector, body_of, codec
 from archipelago.broker.errors import UnreachableError
-from archipelago.islands.checkpoint import IslandStore, taken
+from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.inner import begin
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.recovery import Newcomer
@@ -100,7 +100,7 @@ def left(run: TinyRun, folder: Path) -> tuple[IslandStore, Island]:
     store = IslandStore(folder, run.manifest)
     island = run.island("new", "w")
     run.play(island, 10)
-    store.save(taken(island))
+    store.finish(island)
     run.depart(island)
     return store, island
 

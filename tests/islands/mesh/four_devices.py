@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from archipelago.broker.codecs import Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.islands.checkpoint import IslandStore, taken
+from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.computation import Computation
 from archipelago.islands.inner import InnerState, begin, compile_steps
 from archipelago.islands.mesh import MeshShape
@@ -163,7 +163,7 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
 
 def test_own_optimiser_state_is_restored_on_another_mesh(tmp_path: Path) -> None:
     island, run = trained_on(SQUARE, 10)
-    IslandStore(tmp_path, run.manifest).save(taken(island))
+    IslandStore(tmp_path, run.manifest).finish(island)
     other = MeshRun().island(ONE)
     assert IslandStore(tmp_path, run.manifest).restore(other)
     for theirs, own in zip(*map(jax.tree.leaves, (island.inner.optimizer, other.inner.optimizer)), strict=True):
