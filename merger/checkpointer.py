@@ -47,7 +47,7 @@ class CheckpointCut:
 
     Attributes:
         number: The number of the checkpoint.
-        state: The run's state, which nobody changes.
+        state: The run's state, as a copy of its own.
         waiting: Entries of contributions that were not merged yet.
     """
 

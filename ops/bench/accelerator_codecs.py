@@ -106,7 +106,7 @@ def _differing(device: OnDevice, name: str, values: Sequence[Vector]) -> tuple[i
 
 
 def _bytes(read_N: Vector) -> bytes:
-    """Return the bytes of values that are read. All kinds of NaN are alike: whoever reads one refuses the vector."""
+    """Return the bytes of values that are read. All NaN have the same bytes, because a vector with NaN is refused."""
     return np.where(np.isnan(read_N), np.float32(np.nan), read_N).tobytes()
 
 

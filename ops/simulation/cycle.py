@@ -138,8 +138,8 @@ def fitting_cycle(
 ) -> Cycle | None:
     """Predict a cycle with the fewest shards that fit into machines and whose mergers keep up; None if none do.
 
-    The memory is that of a machine with a merger, and of one with a Redis primary. Each shard has so many `fragments`,
-    and the interval is H times the time of an inner step.
+    The memory is that of a machine with a merger, and of one with a Redis primary. `fragments` counts those of each
+    shard, and the interval is H times the time of an inner step.
     """
     for shards in range(1, FRAGMENTS_MAX // fragments + 1):
         found = cycle(config, parameters, fragments * shards, islands, shards, slowness=slowness)
@@ -201,7 +201,7 @@ class SpectraLoad:
 def spectra_load(
     tensors: Sequence[Tensor], config: MergeConfig, threads: int, rate: float, interval_seconds: float
 ) -> SpectraLoad:
-    """Predict the spectra of a run, with so many operations a second of all threads together."""
+    """Predict the spectra of a run. `rate` is the number of operations a second of all threads together."""
     operations = cycle_operations(tensors, config)
     return SpectraLoad(operations, threads, operations / rate, interval_seconds)
 

@@ -150,7 +150,7 @@ def memory(info: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def run_memory(manifest: Manifest, shards: int, islands: int, info: Mapping[str, Any]) -> Finding:
-    """Compare what so many shards of the run take at their peak, with these islands, with the server's limit."""
+    """Compare the peak memory of a number of shards, when that many islands train, with the server's limit."""
     share, limit = shards / manifest.shards, int(info.get("maxmemory", 0))
     parts = redis_parts(
         manifest.config, math.ceil(share * manifest.parameters), max(manifest.sizes), max(1, islands),
