@@ -110,8 +110,10 @@ def _from_redis(
     """
     manifest, heads = rules.manifest, transport.reader.heads()
     state = RunState.from_json(transport.reader.merger_state())
-    if state.closed == 0 and transport.reader.tape(1):
-        raise WireError("the merger's state is missing")
+    if state.closed == 0:
+        if transport.reader.tape(1):
+            raise WireError("the merger's state is missing")
+        state = _with_refusals(transport, state)  # before the first round, nothing else shows that it is missing
     snapshots = {p: _head(manifest, state.closed, p, heads[p]) for p in manifest.own_fragments}
     full, fragments = dict[int, Snapshot](), dict[int, FragmentState]()
     tape: dict[int, TapeEntry] = {}
@@ -262,7 +264,7 @@ def _from_checkpoint(
 
 
 def _with_refusals(transport: MergerTransport, state: RunState) -> RunState:
-    """Return the state with what no tape knows: the refusals since the checkpoint, as far as Redis still knows them."""
+    """Return the state with what no tape knows: the refusals, as far as Redis still knows them."""
     try:
         stored = RunState.from_json(transport.reader.merger_state())
     except ConfigError:

@@ -217,14 +217,15 @@ def test_checkpoints_that_cannot_be_read_or_are_of_another_run_are_not_used() ->
             run.merger(store=store)
 
 
-def test_refusals_outlive_a_damaged_state() -> None:
-    """Those before the first round, too, when an empty state looks like that of the checkpoint."""
+@pytest.mark.parametrize("left", ["{", ""])
+def test_refusals_outlive_a_damaged_state(left: str) -> None:
+    """Those before the first round, too, when an empty state looks like that of the checkpoint or of a new run."""
     store = Shelf()
     run, merger = served_run(CONFIG, store=store)
     take_checkpoint(merger)
     run.send("a", 1, values(1), steps=1, tokens=10**9)
     merger.turn(0.0)
-    run.stored.state = "{"
+    run.stored.state = left
     run.merger(store=store)
     run.send("a", 1, values(1), steps=1, tokens=10**9)
     run.merger(store=store).turn(0.0)
