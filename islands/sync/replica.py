@@ -80,6 +80,8 @@ class Replica:
         self._templates = plain_templates(manifest.tensors) if templates is None else templates
         #: Where the loop uses each tensor; None for the default device.
         self._shardings = {name: sharding_of(template) for name, template in self._templates.items()}
+        # The value of this thread, which is the loop's.
+        self._default = jax.config.jax_default_device  # type: ignore[attr-defined]
         self._device_layouts = [device_layout(rows, self._templates) for rows in self.layout]
         self._dtypes = [tuple(str(self._templates[tensor.name].dtype) for tensor, _ in rows) for rows in self.layout]
 
@@ -158,8 +160,11 @@ class Replica:
     def _placed(self, fragment: int, vector_N: Vector) -> Any:
         """Return a fragment's vector on its devices, as a reference is kept. Each device gets its own shards only."""
         rows, devices = self.layout[fragment], self._device_layouts[fragment]
+        if not devices.is_split and devices.whole is not None:
+            return put(vector_N, devices.whole)
         if not devices.is_split:
-            return jax.device_put(vector_N) if devices.whole is None else put(vector_N, devices.whole)
+            with jax.default_device(self._default):  # a committed array would not follow those of the loop
+                return jax.device_put(vector_N)
         parts = [vector_N[offset : offset + tensor.size].reshape(tensor.shape) for tensor, offset in rows]
         return dict(zip((tensor.name for tensor, _ in rows), put(parts, list(devices.tensors)), strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from archipelago.islands.sync.replica import Replica
 from tests.islands.user_loop.any_framework import Values
 from tests.islands.user_loop.own_runs import OwnRun, trained
 
@@ -53,6 +55,18 @@ def merged_after(params: Any) -> Values:
         assert leaf.dtype == params[name].dtype
     assert run.transport.reader.counters().refused == 0
     return run.merged()
+
+
+def test_a_snapshot_arrives_on_the_default_device_of_the_loop() -> None:
+    """The thread of the link prepares it. The array stays free to follow those of the loop to other devices."""
+    run = OwnRun(plain(jnp.float32))
+    with jax.default_device(jax.devices()[2]):
+        replica = Replica(run.transport.reader.manifest())
+    size = replica.sizes[0]
+    with ThreadPoolExecutor(1) as link:
+        new_N = link.submit(replica.prepare, 0, np.zeros(size, np.float32)).result()
+    assert new_N.devices() == {jax.devices()[2]}
+    assert (new_N + jax.device_put(np.ones(size, np.float32), jax.devices()[1])).devices() == {jax.devices()[1]}
 
 
 @pytest.mark.full
