@@ -59,7 +59,7 @@ class RunEntry:
         where: `redis` for a run at the given Redis, else its folder.
         state: See `RunsOptions`.
         round: The last closed round, or the last one in a checkpoint.
-        step, steps: The steps that it has made, and those that it will make.
+        step, steps: The steps that it has made, and its length, which an operator may have set to less.
         live, known: The islands that are live, and those of the last day.
         idle_seconds: Time since a heartbeat arrived or a round closed; NaN if nothing has happened yet.
     """
@@ -163,8 +163,9 @@ def _stopped(path: Path) -> RunEntry:
 
     entry = RunEntry(
         path.name, str(path), "finished" if report.get("finished") else "ended",
-        round=count("rounds") or max(numbers, default=0), step=count("steps"), steps=count("steps"),
-        known=count("islands"), idle_seconds=max(0.0, time.time() - max(times)) if times else math.nan,
+        parameters=count("parameters"), round=count("rounds") or max(numbers, default=0), step=count("steps"),
+        steps=count("steps"), known=count("islands"),
+        idle_seconds=max(0.0, time.time() - max(times)) if times else math.nan,
     )  # fmt: skip
     with suppress(ArchipelagoError):
         if (path / "config.toml").exists():
@@ -186,7 +187,7 @@ def _table(entries: Iterable[RunEntry]) -> Table:
             printable(entry.model) or "–",
             f"{entry.parameters:,}" if entry.parameters else "–",
             f"{entry.round:,}",
-            f"{entry.step:,}/{entry.steps:,}" if entry.steps else "–",
+            f"{entry.step:,}/{max(entry.step, entry.steps):,}" if entry.steps else "–",
             f"{entry.live}/{entry.known}",
             "–" if math.isnan(entry.idle_seconds) else f"{ago(entry.idle_seconds)} ago",
             printable(entry.where),

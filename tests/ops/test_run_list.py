@@ -95,11 +95,14 @@ def test_runs_of_a_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert listed(capsys) == []
     assert run(["runs"]) == 0
     folder_of("cut")
-    folder_of("whole", finished=True, steps=77, rounds=25, islands=3)
+    folder_of("whole", finished=True, steps=94, rounds=25, islands=3, parameters=1234)
     (Path("runs") / "other" / "logs").mkdir(parents=True)
     cut, whole = listed(capsys)
     assert (cut["run"], cut["state"], cut["round"], cut["steps"], cut["model"]) == ("cut", "ended", 12, 77, "small")
-    assert (whole["state"], whole["round"], whole["step"], whole["known"]) == ("finished", 25, 77, 3)
+    assert (whole["state"], whole["round"], whole["step"], whole["known"]) == ("finished", 25, 94, 3)
+    assert whole["parameters"] == 1234
+    assert run(["runs"]) == 0
+    assert "94/94" in capsys.readouterr().out, "it was steered to 77 after step 77"
     assert whole["where"] == str(Path("runs") / "whole")
 
     def address_of(path: Path) -> str:
