@@ -326,6 +326,10 @@ class LossUnit:
         """Convert a training loss from nats per token."""
         return nats * self.per_nat
 
+    def recorded(self, nats: float) -> float:
+        """Convert a held-out loss in nats per token to the bits of an `Evaluation`."""
+        return self.from_nats(nats) / self.per_recorded_bit
+
     def from_evaluation(self, bits: float) -> float:
         """Convert a held-out loss from the bits of an `Evaluation`."""
         return bits * self.per_recorded_bit

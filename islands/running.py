@@ -26,6 +26,7 @@ from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.evaluator import Evaluator
 from archipelago.islands.sync.membership import Membership, island_name
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.checkpoint import IslandStore
-    from archipelago.islands.evaluation import Evaluator
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.team.hosts import HostLeader
     from archipelago.islands.worker import Island
@@ -179,7 +179,7 @@ class WorkerRun(Membership):
 
     def _evaluates(self) -> Evaluator | None:
         """Start the evaluations of this island; None if it makes none."""
-        from archipelago.islands.evaluation import Evaluator
+        from archipelago.islands.evaluation import assemble
 
         prepared, options, link = self._prepared, self._options, self.worker.link
         evaluation = prepared.workload.evaluation() if options.evaluate_every else None
@@ -189,8 +189,9 @@ class WorkerRun(Membership):
             log.info("this island evaluates nothing, because no device of its leader holds the whole model")
             return None
         evaluator = Evaluator(
-            link.transport, prepared.manifest, link.who, evaluation, link.all_held, options.evaluate_every,
-            self._curves, place=prepared.place,
+            link.transport, prepared.manifest, link.who,
+            lambda vectors: evaluation(assemble(prepared.manifest, vectors, prepared.place)), link.all_held,
+            options.evaluate_every, self._curves,
         )  # fmt: skip
         evaluator.start()
         return evaluator

@@ -199,15 +199,15 @@ class Membership(ABC):
         """End a script that does not look at `finished` at its second `sync` after SIGTERM."""
         self._stop.require_heard(self._stop.has_arrived)
 
-    def _require_joined(self) -> Participant:
-        """Return the loop. Raise ConfigError (`loop.left`, `loop.other-thread`) where it must not be used."""
+    def _require_joined(self, call: str = "sync") -> Participant:
+        """Return the loop. Raise ConfigError (`loop.left`, `loop.other-thread`) where that call must not use it."""
         if self._loop is None or self._has_left:
             raise ConfigError(
                 f"the script has not joined the run {self._run!r}, or has left it",
-                "Call `sync` inside of `with join(...) as run:`.",
+                f"Call `{call}` inside of `with join(...) as run:`.",
                 code="loop.left",
             )
-        self._require_thread("`sync` was called")
+        self._require_thread(f"`{call}` was called")
         return self._loop
 
     def _require_thread(self, what: str) -> None:

@@ -20,10 +20,11 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, balanced, installed_versions
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.evaluation import CorpusEvaluation, Evaluate, Measures, mean_of
+from archipelago.islands.evaluation import CorpusEvaluation, Evaluate
 from archipelago.islands.inner import InnerState, InnerSteps, accumulated, begin, compiled_scan, descent
 from archipelago.islands.models.interface import Params
 from archipelago.islands.placement import Placement
+from archipelago.islands.sync.evaluator import Measures, mean_of
 from archipelago.islands.tasks.batches import TaskBatches, TaskRun
 from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.task import NamedTask, TaskFile

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from archipelago.broker.errors import ConfigError
+from archipelago.islands.sync.evaluator import checked_loss
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.team.protocol import Said, Team, leader_left
 from archipelago.islands.user_loop.session import Session
@@ -180,6 +181,10 @@ class Following(ABC):
             team.hear(partial(self._do, team))
         except GONE as error:
             log.warning("the leader of this island is gone: %s", error)
+
+    def report(self, *, held_out: Any) -> None:
+        """Check a held-out loss. Only that of the leader is recorded."""
+        checked_loss(held_out, "`held_out`")
 
     def _turn(self) -> None:
         """Do with the leader what it does at this step.

@@ -17,6 +17,7 @@ from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.evaluator import Evaluator, checked_loss
 from archipelago.islands.sync.membership import Membership, island_name
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
@@ -32,6 +33,7 @@ class Session(Membership):
     _state: Any
     #: Whether newcomers may ask for the state.
     _gives_state: bool
+    _evaluator: Evaluator | None = None
 
     def __init__(self, url: str | None, run: str, island: str | None, wait_seconds: float) -> None:
         """Note what to join. Nothing is contacted before the `with` begins.
@@ -72,6 +74,30 @@ class Session(Membership):
     def _state_copies(self) -> Sequence[Any] | None:
         """Return copies of the inner optimiser's arrays for a newcomer; None if they are not there now."""
         return None if self._state is None else self._state.copies()
+
+    def report(self, *, held_out: Any) -> None:
+        """Record a held-out loss that the loop has measured itself, at the run's present step. It does not wait.
+
+        `status`, the page and the report show the newest one. Use it where `join` has no `evaluate`, with any
+        parameters.
+
+        Args:
+            held_out: The mean loss, in the unit of the training loss: a number, or an array or tensor of one element.
+
+        Raises:
+            ConfigError: It is no finite number (`loop.argument`), or this is the wrong place for the call.
+        """
+        loop = self._require_joined("report")
+        loss = checked_loss(held_out, "`held_out`")
+        if self._evaluator is None:
+            self._evaluator = Evaluator(loop.link.transport, loop.manifest, loop.link.who, None, loop.link.all_held)
+            self._evaluator.start()
+        self._evaluator.report(loss, loop.ledger.closed, self.step)
+
+    def _close(self) -> None:
+        if self._evaluator is not None:
+            self._evaluator.stop()
+        super()._close()
 
     # -- joining ------------------------------------------------------------------------------------------------------
 

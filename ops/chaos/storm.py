@@ -101,7 +101,8 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
 
 def _held_out_loss(plan: StormPlan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
-    from archipelago.islands.evaluation import mean_of, published
+    from archipelago.islands.evaluation import published
+    from archipelago.islands.sync.evaluator import mean_of
 
     manifest = transport.reader.manifest()
     evaluate = None if plan.script else workload_of(manifest.config, plan.task).evaluation()

@@ -24,8 +24,9 @@ from archipelago.broker.files import write_atomically
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.process import guarded, keep_compiled
 from archipelago.broker.ranges import ReadPosition
-from archipelago.islands.evaluation import CorpusEvaluation, mean_of
+from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.models.interface import Params
+from archipelago.islands.sync.evaluator import mean_of
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import OurTask
 from archipelago.islands.tasks.workload import Workload, compiled_steps

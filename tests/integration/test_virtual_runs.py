@@ -14,7 +14,8 @@ import pytest
 from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.transport import WholeRun
-from archipelago.islands.evaluation import mean_of, published
+from archipelago.islands.evaluation import published
+from archipelago.islands.sync.evaluator import mean_of
 from archipelago.islands.tasks.task import load_task
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.merger.outer import OUTER

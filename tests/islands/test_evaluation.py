@@ -16,18 +16,17 @@ from archipelago.broker.config import DataConfig
 from archipelago.islands.data.corpus import OpenCorpus, Splits
 from archipelago.islands.data.ranges import held_out
 from archipelago.islands.evaluation import (
-    DEVICE_SHARE,
-    LEASE_SECONDS,
     Evaluate,
-    Evaluator,
-    Measures,
+    assemble,
     in_slices,
     published,
 )
 from archipelago.islands.models.registry import Model, Params
 from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.evaluator import DEVICE_SHARE, LEASE_SECONDS, Evaluator, Measures
 from archipelago.islands.worker import Island
 from tests import samples
+from tests.conftest import Until
 from tests.harness import tiny
 from tests.harness.tiny import TEXT, TinyRun
 from tests.islands.models import mini
@@ -74,7 +73,8 @@ def of(
     arrivals: Callable[[], Sequence[Arrival]] | None = None,
 ) -> Evaluator:
     return Evaluator(
-        run.transport, run.manifest, island.link.who, evaluates or evaluation(),
+        run.transport, run.manifest, island.link.who,
+        lambda vectors: (evaluates or evaluation())(assemble(run.manifest, vectors)),
         arrivals or island.link.all_held, EVERY_SECONDS,
         clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
     assert run.transport.island.lease_evaluation("c/x", 1.0)  # the lease has ended
 
 
-def test_a_failing_evaluation_does_not_stop_the_island() -> None:
+def test_a_failing_evaluation_stops_no_island_and_frees_the_lease(until: Until) -> None:
     def fail(*_: object) -> NoReturn:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -207,7 +207,9 @@ def test_a_failing_evaluation_does_not_stop_the_island() -> None:
         run = created()
         evaluator = of(run, run.island("a"), evaluates, arrivals)
         evaluator.start()
-        evaluator._thread.join()
+        until(lambda evaluator=evaluator: evaluator._has_failed, "the failure")
+        until(lambda run=run: run.transport.island.lease_evaluation("b/x", 1.0), "the lease")
+        run.transport.island.lease_evaluation("b/x", 0.0)
         evaluator.stop()
         run.transport.island.heartbeat(samples.heartbeat("a", "done"))
         evaluator.finish(lambda: False)

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.islands.data.tokenizer import Tokens
-from archipelago.islands.evaluation import BATCH, Measures, in_slices, mean_of
+from archipelago.islands.evaluation import BATCH, in_slices
 from archipelago.islands.models import moe
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.llama import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
+from archipelago.islands.sync.evaluator import Measures, mean_of
 
 SIZE = Size(width=16, layers=1, heads=2, hidden=24)
 

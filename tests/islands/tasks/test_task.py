@@ -19,8 +19,9 @@ import pytest
 from archipelago import Task
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
-from archipelago.islands.evaluation import mean_of, published
+from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState
+from archipelago.islands.sync.evaluator import mean_of
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.task import load_task, task_of
