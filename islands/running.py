@@ -24,10 +24,11 @@ from archipelago.broker.observe.metrics import Health, family
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
+from archipelago.islands.sync.arguments import island_name
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import Evaluator
-from archipelago.islands.sync.membership import Membership, island_name
+from archipelago.islands.sync.membership import Membership
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

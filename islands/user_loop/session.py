@@ -15,10 +15,11 @@ from archipelago.broker.process import Patience, connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.adoption import AnyReplica
+from archipelago.islands.sync.arguments import island_name
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import Evaluator, checked_loss
-from archipelago.islands.sync.membership import Membership, island_name
+from archipelago.islands.sync.membership import Membership
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
 from archipelago.islands.user_loop.tensors import require_same_tensors
