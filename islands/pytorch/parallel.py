@@ -122,7 +122,7 @@ class Follower(Following):
     def __init__(self, given: Joining, new_team: Callable[[Any, str], Any]) -> None:
         self._parameters, self._state = given.parts()
         self._replica: SharedReplica | SplitReplica | None = None
-        super().__init__(given.run, partial(new_team, self._parameters.device))
+        super().__init__(given.run, given.island, partial(new_team, self._parameters.device))
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
         """Do with the leader what it does. The arguments are those of the leader's call."""

@@ -23,7 +23,7 @@ FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
 #: At the end of the run, an island waits this long for the merger to merge its last contributions.
 MERGED_SECONDS = 10.0
-#: The kinds of notes about what an operator asked for.
+#: Why an island leaves that an operator has asked to, which is also the kind of its note.
 KINDS = {DRAIN: "drained", EXPEL: "expelled"}
 #: The exit status of a process that SIGTERM has ended.
 TERMINATED = 128 + signal.SIGTERM
@@ -145,21 +145,32 @@ def _await_merge(loop: Participant, seconds: float) -> None:
     warn_of_few_syncs(log, syncs)
 
 
+def reason_to_leave(loop: Participant) -> str:
+    """Return why the island is to leave, as in `clock.REASONS`; empty if it may go on."""
+    beats = loop.link.heartbeats
+    if beats.is_replaced:
+        return "replaced"
+    if loop.finished:
+        return "completed"
+    return KINDS.get(beats.request, "stranded" if loop.is_stranded else "")
+
+
 def leave_reason(loop: Participant) -> tuple[str, str]:
     """Return why the island leaves, as a note's kind and text."""
-    if loop.link.heartbeats.is_replaced:
-        return "replaced", "a newer process has this island's name"
-    if loop.finished:
-        return "left", "the run is at its end"
-    request = loop.link.heartbeats.request
-    if request:
-        return KINDS[request], IN_WORDS[request]
-    if loop.is_stranded:
-        return "left", (
-            f"no merger served the run while it made {loop.unserved_steps:,} steps, as many as the whole run has. "
-            "Its work waits in Redis: start a merger, and then the island again"
-        )
-    return "left", "it was stopped"
+    match reason_to_leave(loop):
+        case "replaced":
+            return "replaced", "a newer process has this island's name"
+        case "completed":
+            return "left", "the run is at its end"
+        case "stranded":
+            return "left", (
+                f"no merger served the run while it made {loop.unserved_steps:,} steps, as many as the whole run has. "
+                "Its work waits in Redis: start a merger, and then the island again"
+            )
+        case "":
+            return "left", "it was stopped"
+        case kind:
+            return kind, IN_WORDS[loop.link.heartbeats.request]
 
 
 def leave_after(loop: Participant, error: BaseException) -> None:

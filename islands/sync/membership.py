@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -24,9 +24,10 @@ from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.arguments import checked_counts, require_loss
+from archipelago.islands.sync.clock import Clock, Joined
 from archipelago.islands.sync.connection.inbox import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
+from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly, reason_to_leave
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer, OwnStore
 from archipelago.islands.turn_log import MeasuredTurns, Pacer
@@ -34,7 +35,7 @@ from archipelago.islands.turn_log import MeasuredTurns, Pacer
 log = logging.getLogger(__name__)
 
 
-class Membership(ABC):
+class Membership(Joined):
     """One membership of a loop in a run, as a context manager."""
 
     #: Where the island keeps a state of its own, if anywhere.
@@ -60,7 +61,7 @@ class Membership(ABC):
         self._transport: RedisTransport | None = None
         self._loop: Participant | None = None
         self._measured: MeasuredTurns | None = None
-        self._has_left = False
+        self._ended = ""  # why the island has left, once it has
         #: Whether a `sync` was interrupted, so that a fragment may be adopted in part.
         self._is_torn = False
 
@@ -74,10 +75,10 @@ class Membership(ABC):
     def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Participant:
         """Place the run's parameters, and return the island that trains them."""
 
-    def _warm_up(self) -> None:  # noqa: B027 - PyTorch runs each operation as it comes
+    def _warm_up(self) -> None:
         """Compile what the loop runs, so that no peer waits for it later."""
 
-    def _end(self, state: str) -> None:  # noqa: B027 - most loops have nothing more to do
+    def _end(self, state: str) -> None:
         """Do what remains once the island has left in order, as `Participant.end` says, while Redis is still there."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ class Membership(ABC):
                 settings cannot be used.
             BrokerError: The Redis cannot be reached, or has no such run.
         """
-        if self._has_left or self._loop is not None:
+        if self._ended or self._loop is not None:
             raise ConfigError("a run can be joined once with one `join`", "Call `join` again.", code="loop.left")
         try:
             self._join()
@@ -104,6 +105,7 @@ class Membership(ABC):
         primary = self._transport = awaited(self._connect)
         manifest = awaited(primary.reader.manifest)  # before anything large loads, so that a wrong name fails at once
         transport, name = whole(primary, manifest), self._named()
+        self._island = name
         # Before the island claims anything under that name.
         require_welcome(awaited(transport.reader.control), name, manifest.run)
         self._accept(transport, manifest, name)
@@ -169,7 +171,7 @@ class Membership(ABC):
 
     def _require_joined(self, call: str = "sync") -> Participant:
         """Return the loop. Raise ConfigError (`loop.left`, `loop.other-thread`) where that call must not use it."""
-        if self._loop is None or self._has_left:
+        if self._loop is None or self._ended:
             raise ConfigError(
                 f"the script has not joined the run {self._run!r}, or has left it",
                 f"Call `{call}` inside of `with join(...) as run:`.",
@@ -187,26 +189,13 @@ class Membership(ABC):
                 code="loop.other-thread",
             )
 
-    @property
-    def finished(self) -> bool:
-        """Whether to stop training: the run is at its end, its operator asked for it, or SIGTERM has arrived."""
-        loop = self._loop
-        return self._has_left or self._stop.has_arrived or loop is None or loop.finished or loop.must_leave
-
-    @property
-    def step(self) -> int:
-        """The run's clock in steps, for a schedule of the learning rate. It follows the fastest island."""
-        return 0 if self._loop is None else min(self._loop.ledger.global_step, self._loop.link.heartbeats.run_steps)
-
-    @property
-    def steps(self) -> int:
-        """The length of the run in steps, which an operator can change."""
-        return 0 if self._loop is None else self._loop.link.heartbeats.run_steps
-
-    @property
-    def island(self) -> str:
-        """The name of this island."""
-        return "" if self._loop is None else self._loop.name
+    def _clock(self) -> Clock:
+        """Return what the script asks after each step."""
+        if (loop := self._loop) is None:
+            return Clock(self._ended)
+        steps = loop.link.heartbeats.run_steps
+        reason = reason_to_leave(loop) or ("signalled" if self._stop.has_arrived else "")
+        return Clock(self._ended or reason, min(loop.ledger.global_step, steps), steps)
 
     @property
     def optimizer_origin(self) -> str:
@@ -232,11 +221,12 @@ class Membership(ABC):
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._has_left or self._loop is None:
+        if self._ended or self._loop is None:
             return
-        loop = self._loop
+        loop, reason = self._loop, self.reason
         if not isinstance(error, Exception):  # its progress is going to be measured
             self._require_thread("the run was left")
+        self._ended = reason or "left"
         changed: ConfigError | None = None
         try:
             if self._is_torn:
@@ -255,7 +245,7 @@ class Membership(ABC):
             loop.require_sound()
 
     def _close(self) -> None:
-        self._has_left = True
+        self._ended = self._ended or "left"
         self._stop.release()
         if self._loop is not None:
             self._loop.link.pumps.stop()

@@ -42,7 +42,7 @@ class Said(NamedTuple):
 
     Attributes:
         has_left: The exit status of a leader that has left because of an error; else 0.
-        finished: Whether to stop.
+        finished: Why to stop, as a place in `sync.clock.REASONS`; 0 to go on.
         stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
         step: The run's clock.
         steps: The run's length.
@@ -106,7 +106,7 @@ class Team(ABC):
     def exchange(self, said: Said) -> Said:
         """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
         heard = Said(*self._sum(said))
-        return heard._replace(finished=heard.finished or heard.stopping)
+        return heard._replace(finished=heard.finished or bool(heard.stopping))  # 1 is `signalled`
 
     def tell(self, work: Work, about: int = 0, **numbers: int) -> None:
         """Say what all processes do now, if this one leads."""

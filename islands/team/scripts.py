@@ -6,7 +6,7 @@ What they say to each other is in `protocol`. A framework adds what the processe
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from archipelago.broker.errors import ConfigError
+from archipelago.islands.sync.clock import REASONS, Clock, Joined
 from archipelago.islands.sync.evaluator import checked_loss
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.team.protocol import Said, Team, leader_left
@@ -53,6 +54,11 @@ def create_together(team: Team, create: Callable[[], bool], give: Callable[[int]
     return bool(said.finished)
 
 
+def told(said: Said, ended: str) -> Clock:
+    """Return what a process asks after each step. `ended` says why it has left."""
+    return Clock(ended or REASONS[said.finished], said.step, said.steps)
+
+
 class Leading(Session):
     """What the leader of several processes adds to the membership of a script."""
 
@@ -69,7 +75,7 @@ class Leading(Session):
             self._tell_of_error()
             raise
         try:
-            self._said = self._team.exchange(self._clock())
+            self._said = self._team.exchange(self._own_clock())
         except BaseException as error:  # without the others there is no island, and no `with` block that would end it
             self._leave(error)
             raise
@@ -80,10 +86,10 @@ class Leading(Session):
         try:
             super()._turn(steps, tokens, loss)
         except BaseException:
-            if not self._has_left:
+            if not self._ended:
                 self._tell_of_error()
             raise
-        self._said = self._team.exchange(self._clock())
+        self._said = self._team.exchange(self._own_clock())
         self._stop.require_heard(bool(self._said.stopping))
 
     def _tell_of_error(self) -> None:
@@ -98,13 +104,17 @@ class Leading(Session):
     def _heed_signal(self) -> None:
         """Do nothing yet: all processes heed the signal together, at the end of `sync`."""
 
-    def _clock(self) -> Said:
-        finished, step, steps = super().finished, super().step, super().steps
-        return Said(finished=finished, stopping=self._stop.has_arrived, step=step, steps=steps)
+    def _own_clock(self) -> Said:
+        reason, step, steps = super()._clock()
+        return Said(finished=REASONS.index(reason), stopping=self._stop.has_arrived, step=step, steps=steps)
+
+    def _clock(self) -> Clock:
+        """Return what the others were told, because all processes must take the same turn."""
+        return told(self._said, self._ended)
 
     def _leave(self, error: BaseException | None) -> None:
         """Leave the run. If all processes measure, they do so without an error only, and send the newest progress."""
-        if self._has_left or self._loop is None:
+        if self._ended or self._loop is None:
             return
         if not self._team.leaves_together:
             super()._leave(error)
@@ -118,33 +128,16 @@ class Leading(Session):
                 with suppress(*GONE):
                     self._team.exchange(Said(finished=True))
 
-    # What the others were told, because all processes must take the same turn.
 
-    @property
-    def finished(self) -> bool:
-        """Whether to stop training."""
-        return bool(self._said.finished) or self._has_left
-
-    @property
-    def step(self) -> int:
-        """The run's clock in steps."""
-        return self._said.step
-
-    @property
-    def steps(self) -> int:
-        """The length of the run in steps."""
-        return self._said.steps
-
-
-class Following(ABC):
+class Following(Joined):
     """The membership of a script in a process that follows the leader."""
 
-    def __init__(self, run: str, new_team: NewTeam) -> None:
-        self._run, self._new_team = run, new_team
+    def __init__(self, run: str, island: str | None, new_team: NewTeam) -> None:
+        self._run, self._island, self._new_team = run, island or "", new_team
         self._team: Any = None  # while this process is in the run
         self._said = Said()
         self._stop = StopSignal()
-        self.island, self.optimizer_origin = "", "fresh"
+        self.optimizer_origin, self._ended = "fresh", ""
 
     @abstractmethod
     def _do(self, team: Any, said: Said) -> None:
@@ -169,11 +162,12 @@ class Following(ABC):
             if error is None or isinstance(error, StoppedBySignal):
                 self.leave()
         finally:
-            self._team = None
+            self._team, self._ended = None, self._ended or "left"
             self._stop.release()
 
     def leave(self) -> None:
         """Follow the leader no longer. If all processes measure, send the newest progress together with it first."""
+        self._ended = self.reason or "left"
         team, self._team = self._team, None
         if team is None or not team.leaves_together:
             return
@@ -207,17 +201,5 @@ class Following(ABC):
         if self._said.has_left:
             raise leader_left()
 
-    @property
-    def finished(self) -> bool:
-        """Whether to stop training."""
-        return bool(self._said.finished) or self._team is None
-
-    @property
-    def step(self) -> int:
-        """The run's clock in steps."""
-        return self._said.step
-
-    @property
-    def steps(self) -> int:
-        """The length of the run in steps."""
-        return self._said.steps
+    def _clock(self) -> Clock:
+        return told(self._said, self._ended)

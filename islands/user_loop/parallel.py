@@ -114,7 +114,7 @@ class Follower(Following):
     """
 
     def __init__(self, given: Joining) -> None:
-        super().__init__(given.run, new_team)
+        super().__init__(given.run, given.island, new_team)
         self._parameters = TreeParameters(given.params, given.trained)
         self._newest_state = given.newest_state()
         self._state: TeamState | None = None

@@ -103,7 +103,7 @@ def test_data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -
     run = played["replicated"]
     leader, other = run.found
     assert leader == other, "clock, parameters and moments"
-    assert leader["step"] >= 120
+    assert (leader["step"][0] >= 120, leader["step"][1]) == (True, "completed")
     assert run.counters.refused == 0
     assert run.islands <= {"both"}
 
@@ -114,6 +114,7 @@ def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[
     assert leader["new"] == other["new"] == [True, False]
     assert leader["weights"] == other["weights"]
     assert leader["step"] == other["step"] > 0
+    assert leader["reason"] == other["reason"] == "left"
     assert leader["alone"] == "peer both", "one process takes the state of two"
     assert leader["moments"] == "peer alone", "two processes take the state of one"
     assert leader["has_moments"]
@@ -130,7 +131,7 @@ def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played:
         (leader, other), (beat,) = run.found, run.beats
         assert leader == other | {"unsent": 0}
         assert (leader["steps"], leader["status"]) == (31, status)
-        assert leader["finished"]
+        assert leader["reason"] == "signalled"
         assert beat.heartbeat.state == "left"
         assert run.counters.published > 0
         assert beat.heartbeat.tokens_unsent == 0
@@ -138,5 +139,5 @@ def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played:
 
 def test_a_lost_process_ends_the_island(played: dict[str, Played]) -> None:
     run = played["lost"]
-    assert run.found == [{"ended": "RuntimeError", "finished": True}]
+    assert run.found == [{"ended": "RuntimeError", "reason": "left"}]
     assert all(beat.heartbeat.state == "left" for beat in run.beats)

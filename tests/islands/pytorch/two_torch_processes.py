@@ -167,7 +167,7 @@ def island(url: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with archipelago.pytorch.join(url, "island", model, optimizer, island="both") as run:
         train(model, optimizer, run, lambda: run._loop.ledger.closed > 6 and alone.has_begun())
-    model, said = split(tuned()), run.finished
+    model, said = split(tuned()), run.reason
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with archipelago.pytorch.join(url, "island", model, optimizer, island="again") as run:
         taken = [float(state["step"]) for state in optimizer.state.values()]
@@ -177,7 +177,7 @@ def island(url: str) -> dict[str, Any]:
         train(model, optimizer, run, lambda: run._loop.ledger.closed > 12)
     alone.stop()
     return {"new": [is_new, again], "alone": alone.optimizer_origin, "moments": moments, "steps": taken,
-            "has_moments": has_moments, "finished": said, "step": run.step, "weights": weights(model)}  # fmt: skip
+            "has_moments": has_moments, "reason": said, "step": run.step, "weights": weights(model)}  # fmt: skip
 
 
 def train(model: Any, optimizer: Any, run: Any, is_enough: Callable[[], bool]) -> None:
@@ -246,7 +246,7 @@ def lost(url: str) -> dict[str, Any]:
             train(model, optimizer, run, lambda: False)
     except RuntimeError as error:
         ended = type(error).__name__
-    return {"ended": ended, "finished": run.finished}
+    return {"ended": ended, "reason": run.reason}
 
 
 def stopped(url: str, run_name: str = "stopped", *, heeds: bool = True) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def stopped(url: str, run_name: str = "stopped", *, heeds: bool = True) -> dict[
     except SystemExit as error:
         status = int(error.code or 0)
     unsent = run._loop.ledger.unsent_tokens if dist.get_rank() == 0 else 0
-    return {"steps": steps, "status": status, "unsent": unsent, "finished": run.finished}
+    return {"steps": steps, "status": status, "unsent": unsent, "reason": run.reason}
 
 
 def deaf(url: str) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def replicated(url: str) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             run.sync(tokens=8, loss=loss)
-        clock = run.step
+        clock = run.step, run.reason
     found = {"values": list(model.parameters()), "moments": [each["exp_avg"] for each in optimizer.state.values()]}
     flat = {name: torch.cat([each.detach().float().reshape(-1) for each in found[name]]) for name in found}
     digests = {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}

@@ -17,11 +17,12 @@ import pytest
 
 from archipelago import SyncConfig, create, join
 from archipelago.broker.config import AdoptConfig, MergeConfig
+from archipelago.broker.control import DRAIN, EXPEL, island_field
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
-from archipelago.islands.sync import leaving
+from archipelago.islands.sync import leaving, participant
 from archipelago.islands.sync.arguments import CALL_STEPS_MAX
 from tests.conftest import Until
 from tests.failing import failing
@@ -195,7 +196,27 @@ def test_leaves_without_values_are_named(url: str, made: str) -> None:
 def test_joining_again_under_one_name_replaces_the_older_membership(made: str, until: Until) -> None:
     with join(made, "own", tree(), island="a") as older, join(made, "own", tree(), island="a") as newer:
         until(lambda: older.finished, "the older one to notice")
-        assert not newer.finished
+        assert (older.reason, newer.reason, newer.finished) == ("replaced", "", False)
+        assert "replaced" in repr(older) and "training" in repr(newer)
+
+
+def test_a_script_knows_what_an_operator_asked_for(made: str, until: Until) -> None:
+    for request, reason in ((DRAIN, "drained"), (EXPEL, "expelled")):
+        run = join(made, "own", tree(), island=reason)
+        assert (run.finished, run.reason) == (False, "")
+        with run:
+            connect(made, "own").reader.steer({island_field(reason): request})
+            until(lambda run=run: run.finished, f"the island to be {reason}")
+        assert (run.finished, run.reason) == (True, reason)
+
+
+def test_an_island_that_no_merger_serves_is_stranded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(participant, "STRANDED_SECONDS", 0.0)
+    assert create(url, "own", tree(), sync=SYNC, steps=8)
+    with join(url, "own", tree()) as run:
+        reasons = [(run.sync(trained(run.params)), run.reason)[1] for _ in range(8)]
+    assert reasons == [""] * 7 + ["stranded"]
+    assert run.reason == "stranded"
 
 
 def test_only_the_newest_parameters_are_kept(made: str) -> None:
@@ -235,6 +256,7 @@ def test_an_island_stays_until_the_last_contributions_of_the_run_are_merged(
             train(run)
         counters = counters_of(url)
         assert counters.merged == counters.published > 0
+        assert run.reason == "completed"
     assert "run.few-syncs" in codes()
     assert "island.not-merged" not in codes()
     assert create(url, "unserved", tree(), sync=SYNC, steps=8)
@@ -250,6 +272,7 @@ def test_an_exception_is_said_and_sends_nothing(made: str) -> None:
     with pytest.raises(ValueError, match="my bug"), join(made, "own", tree(), island="a") as run:
         run.sync(trained(run.params))
         raise ValueError("my bug")
+    assert (run.finished, run.reason) == (True, "left")
     assert counters_of(made).published == 0
     assert "my bug" in left_because(made)[0]
     with join(made, "own", tree(), island="a"):
@@ -287,7 +310,7 @@ def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
                 if kill:
                     os.kill(os.getpid(), signal.SIGTERM)
                 run.sync(trained(run.params))
-                assert run.finished is kill
+                assert (run.finished, run.reason) == (kill, "signalled" if kill else "")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         with pytest.raises(SystemExit) as ended, join(made, "own", tree(), island="a") as run:
             os.kill(os.getpid(), signal.SIGTERM)
