@@ -8,6 +8,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from archipelago.broker.control import CHECKPOINT, checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, charts_of, page_of, to_json
+from archipelago.ops.watch.state_line import state_line
 from archipelago.ops.watch.watcher import Watcher
 
 BODY_BYTES_MAX = 1 << 16
@@ -51,7 +53,7 @@ class Board:
         watch, before = self.watch, self.watch.history
         if not watch.update() or watch.latest is None:
             return
-        self.page = to_json(page_of(watch.latest, watch.history, watch.manifest))
+        self.page = to_json(page_of(watch.latest, watch.manifest))
         if watch.clock() >= self._charts_due or watch.history is not before:
             self._charts_due = watch.clock() + CHARTS_SECONDS
             self.charts = to_json(charts_of(watch.latest, watch.history, watch.manifest))
@@ -119,18 +121,16 @@ class _Service:
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 
     async def view(self, request: Request) -> Response:
-        """Answer with page, charts and fault as one JSON object; parts that are missing are null.
+        """Answer with state, page and charts as one JSON object; parts that are missing are null.
 
         The charts are left out if the request has their number (`?charts=N`), so that they are not sent every second.
         """
-        fault, number = self.watch.outage(), self.board.charts_number
+        number = self.board.charts_number
         parts = {
+            "state": to_json(asdict(state_line(self.watch.latest, self.watch.outage()))),
             "page": self.board.page,
             "charts": "" if request.query_params.get("charts") == str(number) else self.board.charts,
             "number": str(number),
-            "fault": to_json({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more})
-            if fault
-            else "",
         }
         text = "{" + ",".join(f'"{name}":{part or "null"}' for name, part in parts.items()) + "}"
         return Response(text, media_type="application/json", headers=FRESH)

@@ -24,18 +24,6 @@ from archipelago.ops.watch.watcher import RunReading
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
 EVENTS_SHOWN = 120
-#: The mood (good, busy, warn or idle) of each state of a run, and what the page says about it if there is no problem.
-STATES = {
-    "finished": ("idle", "All steps are made."),
-    "paused": ("warn", ""),
-    "new": ("idle", ""),
-    "no islands": ("warn", ""),
-    "shard away": ("warn", ""),
-    "no merger": ("warn", ""),
-    "stalled": ("warn", ""),
-    "starting": ("busy", "No round has closed yet."),
-    "training": ("good", ""),
-}
 
 
 def chart_library() -> Path:
@@ -52,20 +40,19 @@ def chart_library() -> Path:
     raise ConfigError("charts need plotly, which this Python does not have", install_hint("dash"), code="config.extra")
 
 
-def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[str, Any]:
+def page_of(reading: RunReading, manifest: Manifest) -> dict[str, Any]:
     """Return the data that changes with each reading: everything except the charts. The JSON writer replaces NaN."""
     view, config = reading.view, manifest.config
     run = replace(view, islands=(), refusals=()).figures()
     control, served = dict(view.control.fields), merger_in_words(view)
     if not view.merger.holder:  # It begins with a word, not with a name.
         served = served[0].upper() + served[1:]
-    mood, sentence = STATES[view.state]
+    evaluated = view.evaluated_unix_seconds
     strips = [{member.island: member.staleness for member in entry.members} for entry in view.tape]
     return {
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
-        "state": {"word": view.state, "mood": mood, "sentence": sentence},
         "problems": [asdict(problem) for problem in reading.problems],
-        "progress": progress(reading, history),
+        "held_out_age": max(0.0, reading.unix_seconds - evaluated) if evaluated else math.nan,
         "settings": settings(manifest),
         "changed": list(differing(config, RunConfig())),
         "unix_seconds": reading.unix_seconds,
@@ -92,18 +79,6 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
 
 #: Fields of a view that the page gets in another form.
 _ELSEWHERE = ("islands", "counters", "control", "refusals", "refused_by_code", "merger", "standbys")
-
-
-def progress(reading: RunReading, history: History) -> dict[str, float]:
-    """Return how long the run still takes, and the age of its newest evaluation; NaN if unknown."""
-    view = reading.view
-    moves = view.live and not view.control.is_paused and view.merger.still_seconds < view.stall_seconds
-    speed = history.steps_per_second() if moves else math.nan
-    evaluated = view.evaluated_unix_seconds
-    return {
-        "seconds_left": max(0, view.steps - view.step) / speed if speed > 0.0 else math.nan,
-        "held_out_age": max(0.0, reading.unix_seconds - evaluated) if evaluated else math.nan,
-    }
 
 
 def settings(manifest: Manifest) -> dict[str, str]:

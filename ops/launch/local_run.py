@@ -17,7 +17,7 @@ from rich.text import Text
 
 from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import chosen
-from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
+from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.options import WorkerOptions
@@ -37,15 +37,17 @@ from archipelago.ops.launch.supervisor import (
 )
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary, terminal
-from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.state_line import state_line
+from archipelago.ops.watch.watcher import Watcher, repeated
 
 if TYPE_CHECKING:
     from archipelago.ops.launch.up import UpOptions
 
 LOOK_SECONDS = 1.0
-LINE_SECONDS = 10.0
+#: A run prints this many lines about its progress where no terminal shows it, and one at each change of its state.
+LINES = 20
 LEAVE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
@@ -64,6 +66,7 @@ class LocalRun:
 
     Attributes:
         transport: A connection to all shards of the run.
+        watcher: A reader of the run on a connection of its own.
         stopped: Whether a signal has arrived.
         redis: The Redis, if it is our own.
         joins: The join file of each process, by name. Processes without one use the URL.
@@ -74,6 +77,7 @@ class LocalRun:
     options: UpOptions
     manifest: Manifest
     transport: ReaderTransport
+    watcher: Watcher
     url: str
     folder: Path
     stopped: Callable[[], bool]
@@ -144,7 +148,8 @@ class LocalRun:
         with ExitStack() as stack:
             if live:
                 stack.enter_context(live)
-            line_due = look_due = 0.0
+            stack.enter_context(repeated(self.watcher.update, LOOK_SECONDS))  # a Redis that hangs holds up nothing else
+            said: object = None
             while not self.stopped() and not all(child.done or child.failed for child in self.islands):
                 now = time.monotonic()
                 events = [self.redis.tend()] if self.redis else []
@@ -152,22 +157,13 @@ class LocalRun:
                 for event in filter(None, events):
                     console.print(Text(f"  {printable(event)}")) if live else say(f"  {event}")
                 self._require_workers()
-                if now >= look_due:
-                    look_due = now + LOOK_SECONDS
-                    with suppress(UnreachableError):  # during an outage the islands train on
-                        view = self._observe()
-                        if live:
-                            live.update(terminal.render(view, self._problems(view)))
-                        elif now >= line_due:
-                            line_due = now + LINE_SECONDS
-                            say(f"  {terminal.line(view)}")
+                reading, outage = self.watcher.latest, self.watcher.outage()
+                state = state_line(reading, outage)
+                if live:
+                    live.update(terminal.state_text(state))
+                elif said != (said := (state.word, state.about, int(state.share * LINES))):
+                    say(f"  {terminal.line(reading, outage)}")
                 time.sleep(POLL_SECONDS)
-
-    def _problems(self, view: RunView) -> list[Problem]:
-        """Return what is wrong with the run, without the absence of our own processes: we start them again."""
-        ours = {"run", "merger", *(island.name for island in self.islands)}
-        absent = ("run.no-islands", "merger.missing", "shard.no-merger", "island.silent")
-        return [each for each in problems(view) if each.code not in absent or each.who not in ours]
 
     def _require_workers(self) -> None:
         """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""

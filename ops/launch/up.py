@@ -36,6 +36,8 @@ from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
+from archipelago.ops.watch.reading import RECENT_ROUNDS
+from archipelago.ops.watch.watcher import Watcher
 
 #: The most seconds from a signal to the end of everything. The steps of an orderly end take less together.
 END_SECONDS = 300.0
@@ -132,7 +134,10 @@ def main(options: UpOptions) -> int:
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.
             raise KeyboardInterrupt
-        local = LocalRun(options, manifest, all_shards, url, folder, stopped, server, joins, shares)
+        reading = connect(url, name, invited)
+        stack.callback(reading.close)
+        watcher = Watcher(reading, RECENT_ROUNDS)
+        local = LocalRun(options, manifest, all_shards, watcher, url, folder, stopped, server, joins, shares)
         finished = local.train()
         _keep_settings(folder, config, local.steps)  # an operator may have changed the length meanwhile
         report = local.report(described, with_comparison=finished and options.one_process and has_losses)

@@ -7,10 +7,8 @@ as many additions. The page of a run of several weeks is therefore as small as t
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from archipelago.broker.messages import TapeEntry
@@ -26,8 +24,6 @@ DETAIL_ROUNDS = 96
 #: The number of newest rounds in the histogram of staleness.
 STALENESS_ROUNDS = 1024
 MARKS_KEPT = 100
-#: The run was paused or stopped if the time between two rounds is this many times as long as usual.
-PAUSE_TIMES = 20.0
 #: Islands whose own losses are kept, and rows and drawn points of each.
 ISLANDS_KEPT, ISLAND_ROWS, ISLAND_POINTS = 64, 512, 120
 
@@ -55,7 +51,6 @@ class RoundRow(NamedTuple):
     live: float
     participating: float
     unix_seconds: float = math.nan
-    step: float = math.nan
 
 
 class IslandRow(NamedTuple):
@@ -178,7 +173,7 @@ class History:
         self._marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
         self._losses: dict[str, Trail[IslandRow]] = {}
         self._tokens = 0.0
-        self._round = self._step = 0
+        self._round = 0
 
     def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
         """Add the first entries, oldest first. The tokens are those merged until the last one, over all fragments."""
@@ -225,10 +220,10 @@ class History:
         )  # fmt: skip
         known, live = max(entry.live, len(self._known)), float(entry.live)
         closed = entry.unix_seconds or math.nan
-        self._round, self._step = max(self._round, entry.round), max(self._step, entry.step)
+        self._round = max(self._round, entry.round)
         self._mark(entry, closed)
         participating = min(live, len(set().union(*self._recent)))
-        self._trail.add(RoundRow(self._round, self._tokens, entry.loss, known, live, participating, closed, self._step))
+        self._trail.add(RoundRow(self._round, self._tokens, entry.loss, known, live, participating, closed))
         for member in entry.members:
             trail = self._losses.pop(member.island, None) or Trail(ISLAND_ROWS)
             self._losses[member.island] = trail  # The island that was merged longest ago stays first.
@@ -251,15 +246,6 @@ class History:
         return {
             name: columns(thinned(trail.rows, ISLAND_POINTS), IslandRow) for name, trail in sorted(self._losses.items())
         }
-
-    def steps_per_second(self) -> float:
-        """Return the global steps per second over the recent rounds, since the last pause; NaN if it is not known."""
-        rows = [row for row in self._trail.rows[-RECENT_ROUNDS:] if not math.isnan(row.unix_seconds)]
-        gaps = [after.unix_seconds - before.unix_seconds for before, after in pairwise(rows)]
-        usual = statistics.median(gaps) if gaps else 0.0
-        begin = max((n + 1 for n, gap in enumerate(gaps) if gap > PAUSE_TIMES * usual > 0.0), default=0)
-        seconds = rows[-1].unix_seconds - rows[begin].unix_seconds if rows else 0.0
-        return (rows[-1].step - rows[begin].step) / seconds if seconds > 0.0 else math.nan
 
     def lines(self) -> dict[str, list[float]]:
         """Return columns over rounds, thinned to at most POINTS_DRAWN."""

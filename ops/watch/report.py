@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from archipelago.ops.run_source import RUNS, open_run
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import provenance
+from archipelago.ops.watch.state_line import state_line
 from archipelago.ops.watch.watcher import TAPE_MOST, Watcher
 
 SCRIPTS = ("charts.js", "page.js")
@@ -74,7 +75,8 @@ def of_watch(watch: Watcher, folder: Path | None = None) -> dict[str, Any]:
     reading, history, manifest = watch.read(), watch.history, watch.manifest
     tape, left = watch.transport.reader.tape(TAPE_MOST), (run_summary.read(folder) if folder else None) or {}
     return {
-        "page": page_of(reading, history, manifest),
+        "state": asdict(state_line(reading)),
+        "page": page_of(reading, manifest),
         "charts": charts_of(reading, history, manifest) | {"one_process": left.get("curve_one_process", [])},
         "about": provenance(manifest, reading.view, tape, left),
     }

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
 from archipelago.broker.observe.logs import printable
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.watch.advice import Problem, problems
+from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
-from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.state_line import state_line
 from archipelago.ops.watch.terminal import line, live_screen, render
-from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
+from archipelago.ops.watch.watcher import LOOK_SECONDS, RunReading, Watcher, repeated
 
 #: How many islands and problems are shown. `--json` has all.
 ROWS = 40
@@ -50,22 +51,25 @@ class StatusOptions(RunAddress):
 
 def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
-    transport = options.connect()
+    with progress("waiting for Redis"):
+        transport = options.connect()
     if options.watch:
         _watch(transport, as_json=options.json)
         return 0
-    manifest, run = opened(transport, for_display=True)
-    view = observe(run, manifest)
-    found = problems(view, time.time())
+    with progress("waiting for Redis"):
+        manifest, run = opened(transport, for_display=True)
+        view, now = observe(run, manifest), time.time()
+    reading = RunReading(view, now, problems(view, now))
     if options.json:
-        print_json(_as_json(view, found))
+        print_json(_as_json(reading))
     else:
-        Console(highlight=False).print(render(view, found, ROWS))
-    return 1 if found and found[0].mood == "bad" else 0
+        Console(highlight=False).print(render(reading, ROWS))
+    return 1 if reading.problems and reading.problems[0].mood == "bad" else 0
 
 
-def _as_json(view: RunView, found: Sequence[Problem]) -> dict[str, Any]:
-    return view.as_json() | {"problems": [asdict(each) for each in found]}
+def _as_json(reading: RunReading) -> dict[str, Any]:
+    state = asdict(state_line(reading))
+    return reading.view.as_json() | {"state": state, "problems": [asdict(each) for each in reading.problems]}
 
 
 # -- live -------------------------------------------------------------------------------------------------------------
@@ -104,19 +108,12 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
         due = time.monotonic() + every_seconds
         watcher.update()
         outage, reading = watcher.outage(), watcher.latest
-        if outage or not reading:
-            why = outage.what if outage else ""
-            text = {"error": why} if as_json else why
-        elif as_json:
-            text = _as_json(reading.view, reading.problems)
-        else:
-            text = line(reading.view)
-            if (found := reading.problems) and found[0].mood == "bad":
-                text += f"  TROUBLE: {found[0].text}"
-        if isinstance(text, str):
-            sys.stdout.write(printable(text) + "\n")
+        if not as_json:
+            sys.stdout.write(printable(line(reading, outage)) + "\n")
             sys.stdout.flush()
+        elif outage or not reading:
+            print_json({"error": outage.what if outage else ""})
         else:
-            print_json(text)
+            print_json(_as_json(reading))
         if reading and reading.view.state == "finished":
             return

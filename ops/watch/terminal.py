@@ -19,6 +19,7 @@ from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, new_table, number, size
 from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, merger_in_words
+from archipelago.ops.watch.state_line import StateLine, state_line
 from archipelago.ops.watch.watcher import Outage, RunReading
 
 #: The columns of the table of islands; docs/guide/operating.md says what each means. The names are short so that the
@@ -43,18 +44,17 @@ _KIND_STYLES = {"refused": "yellow", "diverged": "bold red", "expelled": "red", 
                 "joined": "green", "came back": "green", "resumed": "green"}  # fmt: skip
 
 
-def render(view: RunView, found: Sequence[Problem] = (), rows: int | None = None) -> RenderableType:
-    """Return the run's lines, its islands and its problems.
+def render(reading: RunReading, rows: int | None = None) -> RenderableType:
+    """Return the run's state, its lines, its islands and its problems.
 
     Args:
-        view: The run.
-        found: The problems.
+        reading: The run and its problems.
         rows: The most islands, and the most problems; a last line counts the rest.
     """
-    lines = problem_lines(view, found)
+    view, lines = reading.view, problem_lines(reading.view, reading.problems)
     if rows is not None and len(lines) > rows:
         lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
-    return Group(run_lines(view), Islands(view, rows), *lines)
+    return Group(state_text(state_line(reading)), run_lines(view), Islands(view, rows), *lines)
 
 
 def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
@@ -69,12 +69,11 @@ def live_screen(reading: RunReading | None, outage: Outage | None, now: float, h
     parts: list[RenderableType] = [
         Text.assemble(("archipelago status", "bold"), (f"  {_clock(now)}  Ctrl-C to quit", "dim")),
     ]
-    if outage:
-        parts.append(Text(f"no answer since {_clock(outage.since_unix_seconds)}: {printable(outage.why)}", "bold red"))
+    parts.append(state_text(state_line(reading, outage), with_remedy=True))
     if reading is None:
-        return Group(*parts, Text("" if outage else "reading …", "dim"))
+        return Group(*parts)
     view = reading.view
-    parts += [run_lines(view, briefly=True), *(problem_line(each) for each in reading.problems[:1])]
+    parts.append(run_lines(view, briefly=True))
     recent = [each for each in reading.events if now - each.unix_seconds < _EVENT_SECONDS][-_EVENTS_SHOWN:]
     rows = max(_ISLANDS_LEAST, height - _OTHER_LINES - len(recent))
     return Group(*parts, Islands(view, rows), *(_event_line(each, now) for each in recent))
@@ -91,15 +90,29 @@ def _event_line(event: Event, now: float) -> Text:
     return line.append(printable(f"{event.who:<16.16} {' '.join(event.text.split())}"))
 
 
-def line(view: RunView) -> str:
-    """Return the run in one line, for logs and pipes."""
-    losses = f"held-out {number(view.held_out_last)}, training {number(view.loss)} {shortened(view.unit)}"
+_MOOD_STYLES = {"good": "green", "busy": "cyan", "warn": "yellow", "bad": "bold red", "idle": "dim"}
+
+
+def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
+    """Return the state line in colours."""
+    style = _MOOD_STYLES[state.urgency if state.sentence else state.mood]
+    text = Text(printable(state.text), style="" if style == "dim" else style)
+    text.stylize(f"bold {_MOOD_STYLES[state.mood]}", 0, len(state.word))
+    return text.append(printable(f" {state.remedy}"), style) if with_remedy and state.remedy else text
+
+
+def line(reading: RunReading | None, outage: Outage | None = None) -> str:
+    """Return the run in one line, for logs and pipes: its state, and the last known figures."""
+    state = state_line(reading, outage).text
+    if reading is None or outage:
+        return state
+    view = reading.view
+    held_out = f"held-out {number(view.held_out_last)}, " if view.evaluated_unix_seconds else ""
     joining = sum(island.live and island.state == "joining" for island in view.islands)
     loading = f", {joining} loading and compiling" if joining else ""
     return (
-        f"round {view.rounds}  step {view.step}/{view.steps}  {losses}  "
-        f"live {view.live}/{view.known}, {view.participating} participating{loading}  "
-        f"up {size(view.bytes_up)}  down {size(view.bytes_down)}  pending {view.pending}"
+        f"{state} · round {view.rounds:,}, step {view.step:,} of {view.steps:,} · {held_out}training "
+        f"{number(view.loss)} {shortened(view.unit)} · {view.live} of {view.known} islands live{loading}"
     )
 
 

@@ -7,9 +7,8 @@ const query = new URLSearchParams(location.search);
 const still = Boolean(inlined) || query.has("still");
 const GONE_SHOWN = 4;
 let page = null;
-let clockOffset = 0;
 let showGone = false;
-let everConnected = false;
+let state = { word: "loading", mood: "idle", seconds_left: null, since_unix_seconds: null, left: "", sentence: "", remedy: "" };
 
 // -- formatting numbers -------------------------------------------------------------------------------------------------
 
@@ -75,8 +74,6 @@ function write() {
   document.title = `${run.run} · Archipelago`;
   put("run", run.run);
   $("run").title = run.run;
-  put("state", page.state.word);
-  $("state").dataset.mood = page.state.mood;
   put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments${run.shards?.length ? ` and ${run.shards.length} shards` : ""} · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
   writeTiles(run);
   writeCounters(page.counters);
@@ -100,12 +97,12 @@ function ending(seconds) {
 
 function writeTiles(run) {
   put("bits", fixed(run.held_out_last, 4));
-  const { progress } = page, old = progress.held_out_age, by = run.evaluated_by;
+  const old = page.held_out_age, by = run.evaluated_by;
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
   put("learn-sub", [
     run.passes === null && !run.task && old === null ? "The islands are training scripts of their users, so nothing is evaluated." :
     old === null ? (run.task ? "No evaluation yet: one island evaluates as soon as it trains, if the task has an `evaluate`." : "No evaluation yet: one island evaluates as soon as it trains.") : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(run.evaluated_round)}${by ? ` by ${by}` : ""}, ${span(old)} old.`,
-    ending(progress.seconds_left),
+    ending(state.seconds_left),
   ].filter(Boolean).join(" "));
   put("size", count(run.known));
   put("live", count(run.live));
@@ -115,9 +112,7 @@ function writeTiles(run) {
   step.replaceChildren(short(run.step), Object.assign(element("small"), { textContent: ` of ${short(run.steps)}` }));
   bar("step-bar", run.step / run.steps);
   const ago = page.round_seconds;
-  const left = page.progress.seconds_left;
-  put("eta", inlined ? "" : left === null ? run.step >= run.steps ? "finished ·" : "" : left ? `about ${span(left)} left ·` : "finished ·");
-  put("step-sub", run.rounds ? `round ${count(run.rounds)}${inlined ? "" : ago < 3 ? ", just now" : `, ${span(ago)} ago`}` : "no round yet");
+  put("step-sub", run.rounds ? `round ${count(run.rounds)}${inlined ? "" : isOld() ? `, as of ${clock(page.unix_seconds - ago)}` : ago < 3 ? ", just now" : `, ${span(ago)} ago`}` : "no round yet");
   put("tokens", short(run.tokens_merged));
   put("tokens-sub", [
     page.tokens_per_second ? `${brief(page.tokens_per_second)}/s` : "", run.tokens_lost ? `${brief(run.tokens_lost)} lost` : "none lost",
@@ -328,15 +323,6 @@ function writeProblems(problems) {
   }));
 }
 
-/** Returns the words of the banner: the worst problem and what to do, unless nothing suffers. */
-function worst(problems) {
-  const shown = problems.filter((problem) => problem.mood !== "info");
-  if (!shown.length) return null;
-  const [first] = shown, who = ["run", "redis", "merger"].includes(first.who) ? "" : `${first.who}: `;
-  const more = shown.length > 1 ? ` (${shown.length - 1} more below)` : "";
-  return { mood: first.mood, text: `${who}${first.text}${more}`, remedy: first.remedy };
-}
-
 function writeSettings(settings, changed, set) {
   const rows = Object.entries(settings).map(([name, value]) => {
     const row = element("tr", changed.includes(name) ? "changed" : ""), cell = element("td", set[name] === undefined ? "" : "steered", set[name] === undefined ? value : `${set[name]} (steered; the run's own is ${value})`);
@@ -360,26 +346,36 @@ function writeAbout({ sections, commands }) {
   put("commands", commands);
 }
 
-// -- faults and the connection -------------------------------------------------------------------------
+// -- the state of the run, and the connection --------------------------------------------------------------------------
 
-let fault = null;
-let connected = null;
+const isAway = () => ["no answer", "no connection"].includes(state.word);
+/** Returns whether figures of merged work are older than they should be. */
+const isOld = () => state.since_unix_seconds !== null;
 
-function writeLink() {
-  const banner = $("banner"), link = $("link");
-  const lost = !still && connected === false;
-  const problem = worst(page?.problems ?? []);
-  const trouble = lost ? "The dashboard does not answer. The page continues when it answers again."
-    : fault ? `${fault.what} since ${clock(fault.since)}. ${fault.more}` : problem?.text ?? page?.state.sentence ?? "";
-  banner.hidden = !trouble;
-  banner.dataset.mood = lost || fault ? "bad" : problem?.mood ?? page?.state.mood ?? "idle";
-  const remedy = !lost && !fault && problem ? problem.remedy : "";
-  if (banner.dataset.text !== trouble + remedy) {
-    banner.dataset.text = trouble + remedy;
-    banner.replaceChildren(trouble, ...(remedy ? [" ", worded("span", "remedy", remedy)] : []));
+function writeState() {
+  const link = $("link"), banner = $("banner"), { word, mood, left, sentence, remedy, urgency } = state;
+  put("state", word);
+  $("state").dataset.mood = mood;
+  put("eta", inlined || !left ? "" : `${left} ·`);
+  document.documentElement.dataset.old = isAway() ? "all" : isOld() ? "merged" : "";
+  banner.hidden = !sentence;
+  banner.dataset.mood = urgency;
+  if (banner.dataset.text !== sentence + remedy) {
+    banner.dataset.text = sentence + remedy;
+    banner.replaceChildren(sentence, " ", worded("span", "remedy", remedy));
   }
-  link.dataset.mood = inlined ? "idle" : lost ? "bad" : fault ? "warn" : everConnected ? "good" : "idle";
-  link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "no answer from Redis" : everConnected ? "live" : "connecting";
+  link.dataset.mood = inlined || !page ? "idle" : isAway() ? "warn" : "good";
+  link.querySelector("span").textContent = inlined ? "report" : !page ? "connecting" : isAway() ? `as of ${clock(page.unix_seconds)}` : "live";
+}
+
+/** The state while the dashboard does not answer. A finished run stays finished. */
+function disconnect() {
+  if (page && state.word !== "finished") {
+    state = { ...state, word: "no connection", mood: "warn", seconds_left: null, left: "stalled", since_unix_seconds: page.unix_seconds,
+      sentence: "The dashboard does not answer. The page continues when it answers again.", remedy: "", urgency: "bad" };
+  }
+  writeState();
+  write();
 }
 
 // -- steering ----------------------------------------------------------------------------------------------------------
@@ -515,12 +511,12 @@ for (const button of document.querySelectorAll("[data-part]")) button.addEventLi
 let chartsShown = 0;
 
 function receive(reading) {
-  connected = everConnected = true;
-  if (reading.page) { page = reading.page; write(); }
+  state = reading.state;
+  if (reading.page) page = reading.page;
+  write();
   if (reading.charts) Charts.show(reading.charts);
   chartsShown = reading.number;
-  fault = reading.fault;
-  writeLink();
+  writeState();
 }
 
 /** Asks for the newest reading, and again every second unless `still`. Charts come if they are newer than those shown. */
@@ -529,8 +525,7 @@ async function read() {
     const answer = await fetch(`api/view?charts=${chartsShown}`, { signal: AbortSignal.timeout(10000) });
     receive(await answer.json());
   } catch {
-    connected = false;
-    writeLink();
+    disconnect();
   }
   if (!still) setTimeout(read, 1000);
 }

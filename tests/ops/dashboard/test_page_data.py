@@ -17,12 +17,13 @@ from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.islands.running import IslandCollector
 from archipelago.merger.telemetry import MergerCollector
-from archipelago.ops.dashboard import metrics, page_data
+from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.app import _sentences, _stamped
 from archipelago.ops.dashboard.page_data import events, to_json
 from archipelago.ops.watch.events import events_of
 from archipelago.ops.watch.reading import observe, summarise
 from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.state_line import MOODS
 from tests import samples
 from tests.broker.observe.test_metrics import parsed
 
@@ -56,7 +57,7 @@ def test_the_state_of_a_run() -> None:
     ):
         merger = changes.get("merger", MergerStatus("m", 1, 4.0, seconds))
         assert view(**changes | {"merger": merger}).state == word, (changes, seconds)
-        assert word in page_data.STATES
+        assert word in MOODS
     assert view(unreachable={1: "gone"}, **live).state == "shard away"
 
 

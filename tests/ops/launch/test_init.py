@@ -19,11 +19,9 @@ from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, Run
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ArchipelagoError, MismatchError
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Counters, Pending
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Memory, Transport
+from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.mesh import MeshShape
 from archipelago.merger.storage import MergerFolder
@@ -41,7 +39,6 @@ from archipelago.ops.launch.local_run import (
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.settings import flags
-from archipelago.ops.watch.reading import summarise
 from tests import samples
 from tests.failing import failing
 from tests.small import SMALL
@@ -157,20 +154,14 @@ def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest
     assert 2 * copying + DRAIN_SECONDS + KILL_SECONDS < up.END_SECONDS
 
 
-def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> None:
-    manifest = samples.manifest()
-    silent = [Presence(samples.heartbeat(name), 60.0) for name in ("island-0", "oslo")]
-    view = summarise(manifest, [], silent, Counters(), Pending(0, 0), memory=Memory(6, 10))
-    mine = session(tmp_path)
-    mine.manifest = manifest
-    assert [(problem.code, problem.who) for problem in LocalRun._problems(mine, view)] == [("island.silent", "oslo")]
-
-
 def session_of(options: UpOptions, shares: DeviceShares | None = None) -> LocalRun:
     """Return a session of `up` that has started nothing."""
     manifest = samples.manifest()
     transport: Any = MemoryBroker().connect(manifest.run)
-    return LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, shares)
+    watcher: Any = None  # nothing is watched before training
+    return LocalRun(
+        options, manifest, transport, watcher, "redis://h", Path("runs/demo"), lambda: False, None, {}, shares
+    )
 
 
 def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,17 +89,6 @@ def test_the_losses_of_each_island() -> None:
     assert len(many) == ISLANDS_KEPT
     assert {"a", f"i{3 * ISLANDS_KEPT - 1}"} <= many.keys()
     assert len(many["a"]["loss"]) <= ISLAND_POINTS
-
-
-def test_the_speed_of_a_run_leaves_out_a_night_without_rounds() -> None:
-    assert math.isnan(history().steps_per_second())  # This tape has no times.
-    timed = [entry(n, [member("a")], step=10 * n, unix_seconds=1e9 + 4.0 * n) for n in range(1, 9)]
-    assert history(timed).steps_per_second() == pytest.approx(2.5)
-    assert math.isnan(history(timed[:1]).steps_per_second())
-    times = [10.0 * n + (36_000.0 if n > 4 else 0.0) for n in range(8)]
-    tape = [entry(n + 1, [member("a")], step=8 * n, unix_seconds=1e9 + at) for n, at in enumerate(times)]
-    assert history(tape).steps_per_second() == pytest.approx(0.8)
-    assert math.isnan(history(tape[:6]).steps_per_second())  # One round is no speed.
 
 
 def test_a_tape_connects_only_without_a_gap() -> None:

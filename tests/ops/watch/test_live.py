@@ -95,12 +95,16 @@ def test_live_islands_and_events_are_shown() -> None:
 def test_the_worst_problem_and_an_outage_are_shown_above_the_last_reading() -> None:
     silent = Problem("island.silent", "warn", "bergen", "It sends no heartbeats.", "Start it again.")
     lines = drawn(replace(reading(), problems=[silent, replace(silent, who="oslo")]), 80, 24)
-    assert [line.split(":")[0] for line in lines if "heartbeats" in line] == ["bergen"]
+    assert [line.split(":")[0] for line in lines if "heartbeats" in line] == ["training · 50% · bergen"]
     for last in (None, reading()):
         text = "\n".join(drawn(last, 80, 30, Outage(NOW - 30, "Redis does not answer", "refused")))
-        assert re.search(r"no answer since \d\d:\d\d:\d\d: Redis does not answer. refused", text)
+        as_of = r" · figures as of \d\d:\d\d:\d\d" if last else ""
+        share = "50%" if last else "0%"
+        assert re.search(
+            rf"no answer · {share} · stalled{as_of} · Redis does not answer refused", " ".join(text.split())
+        )
         assert ("island-0" in text) is (last is not None)
-    assert "reading …" in drawn(None, 80, 30)[1]
+    assert "reading · 0%" in drawn(None, 80, 30)[1]
 
 
 def test_spans_of_time() -> None:
@@ -126,7 +130,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
     shown = RunReading(found, NOW, events=[Event(NOW, evil, "refused", evil)])
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
-    console.print(terminal.render(found, problems(found)))
+    console.print(terminal.render(RunReading(found, NOW, problems(found))))
     console.print(terminal.live_screen(shown, Outage(NOW, evil), NOW, 60))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
@@ -211,13 +215,13 @@ def test_one_line_or_object_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pyt
             return len(seen) >= 3
 
         status.print_lines(watch, 0.001, stopped, as_json=as_json)
-        error = json.loads(seen[1])["error"] if as_json else seen[1]
+        error = json.loads(seen[1])["error"] if as_json else seen[1].rpartition(" · ")[2]
         assert error == "the Redis does not answer (Connection refused)"
         if as_json:
             first = json.loads(seen[2])
             assert (first["run"], first["live"], first["merger"]["epoch"], first["problems"]) == ("sample", 1, 0, [])
         else:
-            assert (seen[0][:7], seen[2][:7]) == ("round 0", "round 0")
+            assert [line.partition(" ·")[0] for line in seen[:3]] == ["starting", "no answer", "starting"]
 
 
 # -- a real terminal --------------------------------------------------------------------------------------------------

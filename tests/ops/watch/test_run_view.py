@@ -20,6 +20,7 @@ from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.reading import BALANCE_TRIES, RECENT_ROUNDS, observe, summarise
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.terminal import evaluated, render
+from archipelago.ops.watch.watcher import RunReading
 from tests import samples
 from tests.intercept import Intercepted
 from tests.samples import member
@@ -206,7 +207,7 @@ def test_a_state_of_any_form_is_read_as_far_as_possible() -> None:
 
 def shown(view: RunView, width: int) -> str:
     console = Console(record=True, width=width, file=StringIO(), highlight=False)
-    console.print(render(view, problems(view)))
+    console.print(render(RunReading(view, 0.0, problems(view))))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     return text
@@ -255,7 +256,7 @@ def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
     ]
     view = summarise(MANIFEST, TAPE, presences, COUNTERS, Pending(3, 299), memory=MEMORY)
     shown = Console(width=80, record=True)
-    shown.print(render(view, rows=40))
+    shown.print(render(RunReading(view, 0.0), rows=40))
     text = shown.export_text()
     assert "… and 217 more, of which 117 live" in text
     assert "… and 217 more problems" in text
