@@ -62,8 +62,8 @@ class MergerOptions(WorkerOptions, AwaitedRun):
     """How long another merger may take to merge again what is not yet in a compaction. Smaller values write the full
     state of fragments into Redis more often, but never more bytes of it than of contributions and differences."""
     threads: int = 0
-    """The threads that change spectra of matrices (`isotropic`). The default is $OMP_NUM_THREADS, or one for each core.
-    Where XLA multiplies them faster than numpy, it uses cores as $NPROC says. No number changes a bit."""
+    """The threads that change spectra of matrices (`isotropic`), and those of XLA. The default is $OMP_NUM_THREADS, or
+    one for each core; for XLA it is $NPROC, or one for each core. No number changes a bit."""
     spectra: Literal["cpu", "gpu"] = "cpu"
     """Where the spectra of large matrices are changed: on this process's cores, or by a process of its own that holds a
     small share of a GPU. If that fails, the cores go on. It changes no bit."""
@@ -109,6 +109,8 @@ def main(options: MergerOptions) -> int:
     keep_compiled()
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
+    if options.threads:
+        os.environ["NPROC"] = str(options.threads)  # XLA's threads on a CPU have no other limit
 
     from archipelago.merger.accelerator import Accelerator
     from archipelago.merger.executor import in_background

@@ -83,13 +83,18 @@ def test_the_single_commands_make_a_run_that_survives_an_outage(
     assert (status["live"], status["known"]) == (2, 2)
     assert {island["state"] for island in status["islands"]} == {"training"}
 
-    standby, transport = processes.start("merger", url, "--run", RUN, "--folder=m1", "--json"), connect(url, RUN)
+    standby, transport = (
+        processes.start("merger", url, "--run", RUN, "--folder=m1", "--json", "--threads=5"),
+        connect(url, RUN),
+    )
     until(lambda: len(transport.reader.standbys()) == 1, "the second merger to stand by")
     until(lambda: re.search(r'"round": [0-9]', processes.said(merger)), "a line about a round")
     merger.kill()
     rounds = view(url, RUN).rounds
     until(lambda: view(url, RUN).rounds > rounds + 4, "the second merger to continue")
     require_log(processes.said(merger), "merger", None)
+    tasks = Path(f"/proc/{standby.pid}/task").glob("*/comm")
+    assert [task.read_text() for task in tasks].count("tf_XLAEigen\n") == 5
 
     oslo.send_signal(signal.SIGTERM)
     processes.ended(oslo, status=75)
