@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LINKED := $(VENV)/.linked
 TORCH := $(VENV)/.torch
+DOCS := $(VENV)/.docs
 FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__)
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 ARGS ?=
 
-.PHONY: help train test test-all storm soak deploy lint format lock clean
+.PHONY: help train test test-all storm soak deploy docs lint format lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
@@ -36,6 +37,10 @@ deploy: $(LINKED)  ## the files of ops/deploy on a real Slurm and as an image (r
 		{ echo "error: $$program is missing: apt-get install slurm-wlm munge podman debootstrap" >&2; exit 2; }; done
 	PATH=$(CURDIR)/$(BIN):$$PATH ops/deploy/slurm/check_requeue.sh
 	ops/deploy/check_image.sh
+
+docs: $(LINKED) $(DOCS)  ## the pages that follow from the code, and the site in build/site; fails at a dead link
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(LINKED)  ## style and types
 	$(BIN)/ruff check .
@@ -75,6 +80,11 @@ $(TORCH): $(READY) Makefile
 		kubernetes-validate==1.37.0 podman-compose==1.6.0 compose-spec==0.2.1; \
 	then touch $@; else \
 		echo "warning: PyTorch cannot be installed, so its tests are skipped; in CI they fail" >&2; fi
+
+# What makes the site is not in the lock, because neither a run nor a test needs it.
+$(DOCS): $(READY) Makefile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 mkdocstrings-python==2.0.11
+	@touch $@
 
 # The build links each file into one package, so it runs again when a folder gains or loses a file.
 $(LINKED): $(READY) pyproject.toml $(FOLDERS)

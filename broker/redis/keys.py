@@ -5,33 +5,8 @@ one shard has the shard 0. Only the names of all runs lie elsewhere (`archipelag
 for its own fragments. Those of shard 0 that belong to the run exist only there: `members`, `taken`, `name`, `corpora`,
 `asks`, `handover`, `restored`, `evaluations` and `evaluator`.
 
-Every key has one kind of writer, so that the access rules of a role can name its keys. NAME is an island's name, which
-cannot contain a colon. All roles read all keys.
-
-| key | type | written by | content |
-| --- | --- | --- | --- |
-| `manifest` | hash | `init`, mergers | the run's settings and fragments |
-| `updates:NAME` | stream | NAME appends, mergers delete | contributions that wait |
-| `taken:RANGE` | string | islands | the lease of a range of text, as `ISLAND/INCARNATION:PASS` |
-| `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
-| `island:NAME` | hash | NAME | heartbeat |
-| `name:NAME` | string | NAME | the newest claim to the name |
-| `islands` | set | islands (SADD), mergers delete | names of islands |
-| `corpora` | hash | islands (HSETNX) | the number of ranges of a task |
-| `asks`, `handover:…` | hashes | islands | requests for optimiser state, and answers |
-| `restored` | hash | mergers | the checkpoint from which the run was restored |
-| `notes`, `notes:NAME` | streams | mergers; NAME appends, mergers delete | notes |
-| `evaluations`, `evaluations:NAME` | streams | mergers; NAME appends, mergers delete | results on held-out text |
-| `evaluator` | string | islands | the island that evaluates, until its lease expires |
-| `control` | hash | operators | requests to the run |
-| `members` | hash | administrators | the members of the run |
-| `snapshots`, `tape` | streams | mergers | events and decisions |
-| `head:P`, `fragment:P`, `outer:P` | hashes | mergers | the newest header; the newest full state of a fragment |
-| `difference:P:V`, `m:…` | hashes, strings | mergers | what a version changes; chunks |
-| `kept`, `kept:NAME:ID`, `m:NAME:…` | set, hashes, strings | mergers | merged contributions, until they are covered |
-| `data` | hash | mergers | cursors of the ranges of text |
-| `state`, `counters`, `epoch`, `lease` | hashes, strings | mergers | the merger's state, counters, lease |
-| `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
+Every key has one kind of writer, so that the access rules of a role can name its keys. All roles read all keys.
+docs/reference/keys.md says what each key holds, and who writes it. An island's name cannot contain a colon.
 """
 
 from __future__ import annotations

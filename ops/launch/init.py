@@ -57,7 +57,7 @@ class InitOptions:
     """
     shards: int = 1
     """How many mergers share the work. Each merges fragments of its own, so a model that is too large for one merger
-    needs several. One process serves all shards until others come (docs/guide/operating.md#shards)."""
+    needs several. One process serves all shards until others come (docs/guide/scaling.md#shards)."""
     replace: bool = False
     """Begin a new run although islands of a run of that name still train. They leave."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)

@@ -67,7 +67,7 @@ class UpOptions(WorkerOptions):
     share_devices: bool = False
     """Let several islands use one accelerator. Otherwise each island gets accelerators of its own."""
     shards: int = 1
-    """How many shards a new run has. One process serves all of them (docs/guide/operating.md#shards)."""
+    """How many shards a new run has. One process serves all of them (docs/guide/scaling.md#shards)."""
     standbys: int = 0
     """The processes that have loaded and compiled everything and replace an island that dies."""
     folder: Path = Path("runs")

@@ -213,7 +213,7 @@ def _token_accounts(
 ) -> dict[str, Any]:
     """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
 
-    docs/guide/operating.md says what each account holds. A token counts once, although each fragment is synchronised on
+    docs/guide/watch.md says what each account holds. A token counts once, although each fragment is synchronised on
     its own: every account is the mean over the fragments. `merged` are the tokens of each island, summed over the
     fragments; it also has islands of long ago, which have trained their merged tokens.
     """

@@ -22,7 +22,7 @@ from archipelago.ops.watch.run_view import IslandView, RunView, describe_control
 from archipelago.ops.watch.state_line import StateLine, state_line
 from archipelago.ops.watch.watcher import Outage, RunReading
 
-#: The columns of the table of islands; docs/guide/operating.md says what each means. The names are short so that the
+#: The columns of the table of islands; docs/guide/watch.md says what each means. The names are short so that the
 #: table fits into 80 columns.
 COLUMNS: Final = (
     "island", "state", "steps", "tokens/s", "loss", "lag", "part", "score", "queue", "up", "down", "seen",

@@ -18,20 +18,12 @@ import pytest
 
 from archipelago.broker.config import RunConfig, flat
 from archipelago.ops import commands
-from archipelago.ops.commands import EXAMPLES, VERBS, Verb, VerbGroup, Verbs, run
+from archipelago.ops.commands import EXAMPLES, VERBS, run
 from archipelago.ops.watch.status import StatusOptions
 from archipelago.ops.watch.terminal import COLUMNS
+from docs.generate import every_verb
 
-OPERATING = Path(__file__).parents[2] / "docs" / "guide" / "operating.md"
-
-
-def every_verb(table: Verbs, words: str = "") -> Iterator[tuple[str, Verb]]:
-    """Yield each verb with the words that select it."""
-    for name, verb in table.items():
-        if isinstance(verb, VerbGroup):
-            yield from every_verb(importlib.import_module(verb.module).VERBS, f"{words}{name} ")
-        else:
-            yield words + name, verb
+WATCH_PAGE = Path(__file__).parents[2] / "docs" / "guide" / "watch.md"
 
 
 ALL = dict(every_verb(VERBS))
@@ -115,5 +107,5 @@ def test_a_url_is_shown_as_such_and_a_name_can_be_none(capsys: pytest.CaptureFix
 
 
 def test_the_guide_explains_each_column() -> None:
-    guide = OPERATING.read_text(encoding="utf-8")
+    guide = WATCH_PAGE.read_text(encoding="utf-8")
     assert [column for column in COLUMNS if f"| `{column}` | " not in guide] == []

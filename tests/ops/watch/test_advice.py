@@ -144,10 +144,12 @@ def test_a_shard_without_a_merger_or_at_a_standstill_is_named() -> None:
 
 
 def test_each_problem_is_in_the_guide() -> None:
-    source, guide = Path(advice.__file__), Path(__file__).parents[3] / "docs/guide/operating.md"
+    source, guide = Path(advice.__file__), Path(__file__).parents[3] / "docs/guide/problems.md"
     known = set(re.findall(r'"([a-z]+\.[a-z-]+)", "(?:bad|warn|info)"', source.read_text(encoding="utf-8")))
     assert len(known) > 15
-    assert {code for code in known if f"| `{code}` |" not in guide.read_text(encoding="utf-8")} == set()
+    assert {
+        code for code in known if f'| <a id="{code}"></a>`{code}` | ' not in guide.read_text(encoding="utf-8")
+    } == set()
 
 
 def test_the_worst_comes_first() -> None:
