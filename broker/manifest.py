@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge
 from pydantic import StringConstraints, TypeAdapter
@@ -171,6 +171,10 @@ class Manifest:
                 offset += by_name[name].size
             out.append(tuple(rows))
         return tuple(out)
+
+    def split(self, p: int, vector_N: Any) -> dict[str, Any]:
+        """Return the tensors of fragment `p` by name, as views of its flat vector."""
+        return {t.name: vector_N[offset : offset + t.size].reshape(t.shape) for t, offset in self.layout[p]}
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

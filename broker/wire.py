@@ -362,15 +362,24 @@ def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snap
     """Return the version of the header, or None if a difference is missing or they lead to other parameters."""
     vector_N, size = full.params_N, full.bytes
     for version in range(full.snapshot.version + 1, head.version + 1):
-        unpacking = onto(manifest, head.fragment, vector_N)
-        payload = reader.difference(head.fragment, version, unpacking.arrived)
-        if payload is None:
+        found = after_difference(reader, manifest, head.fragment, version, vector_N)
+        if found is None:
             return None
-        vector_N = unpacking.finish(payload)
-        size += len(payload)
+        vector_N, size = found[0], size + found[1]
     return Published(head, vector_N, size) if digest_of(vector_N) == head.held else None
 
 
-def onto(manifest: Manifest, p: int, before_N: Vector) -> Unpacking:
-    """Return an Unpacking that adds a difference, as it arrives, to the parameters before it."""
-    return Unpacking(manifest.sizes[p], manifest.config.wire.down, before_N)
+def after_difference(
+    reader: ReaderClient, manifest: Manifest, p: int, version: int, before_N: Vector
+) -> tuple[Vector, int] | None:
+    """Download the difference to a version of fragment `p`, and add it, as it arrives, to the version before.
+
+    Returns:
+        The parameters of that version, and the bytes of the difference; None if it is gone.
+
+    Raises:
+        WireError: The difference is damaged.
+    """
+    unpacking = Unpacking(manifest.sizes[p], manifest.config.wire.down, before_N)
+    payload = reader.difference(p, version, unpacking.arrived)
+    return None if payload is None else (unpacking.finish(payload), len(payload))

@@ -77,11 +77,9 @@ class CorpusEvaluation:
 def assemble(manifest: Manifest, vectors: Sequence[Vector], place: Callable[[Any], Params] = jax.device_put) -> Params:
     """Return parameters by name from one flat vector for each fragment. `place` brings them to the devices."""
     # Slicing on the host compiles nothing. Slicing on the device compiles a program for each tensor.
-    parts = {
-        tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
-        for rows, vector_N in zip(manifest.layout, map(np.asarray, vectors), strict=True)
-        for tensor, offset in rows
-    }
+    parts: dict[str, Any] = {}
+    for p, vector_N in enumerate(vectors):
+        parts |= manifest.split(p, np.asarray(vector_N))
     params: Params = place(dict(sorted(parts.items())))
     return params
 

@@ -201,8 +201,7 @@ def _arrays_of(image: Image) -> Items:
 
 def _tensors(manifest: Manifest, p: int, vector_N: Array) -> dict[str, Array]:
     """Return the tensors of a fragment's vector by name. Orbax cannot hold empty ones."""
-    rows = [(tensor, offset) for tensor, offset in manifest.layout[p] if tensor.size]
-    return {tensor.name: vector_N[at : at + tensor.size].reshape(tensor.shape) for tensor, at in rows}
+    return {name: tensor for name, tensor in manifest.split(p, vector_N).items() if tensor.size}
 
 
 def _vector(manifest: Manifest, p: int, tensors: Mapping[str, Array]) -> NDArray[np.float32]:

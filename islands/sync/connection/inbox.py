@@ -17,7 +17,7 @@ from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
-from archipelago.broker.wire import digest_of, newest, onto
+from archipelago.broker.wire import after_difference, digest_of, newest
 from archipelago.islands.sync.connection import checks
 from archipelago.islands.sync.connection.checks import Heads
 from archipelago.islands.sync.connection.outbox import Outbox
@@ -373,16 +373,16 @@ class Inbox:
         return self._hold(Arrival(chain[-1], vector_N))
 
     def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> Vector | None:
-        unpacking, began = onto(self._manifest, p, before_N), self._clock()
-        payload = self._reader.difference(p, snapshot.version, unpacking.arrived)
-        if payload is None or len(payload) != snapshot.difference_bytes:
-            return None
-        self._uplink.received(len(payload), began, self._clock())
+        began = self._clock()
         try:
-            return unpacking.finish(payload)
+            found = after_difference(self._reader, self._manifest, p, snapshot.version, before_N)
         except WireError as error:
             log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
             return None
+        if found is None or found[1] != snapshot.difference_bytes:
+            return None
+        self._uplink.received(found[1], began, self._clock())
+        return found[0]
 
     def _hold(self, arrival: Arrival) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
