@@ -307,11 +307,13 @@ class Published(NamedTuple):
         snapshot: Its header.
         params_N: Its parameters, float32.
         bytes: How many bytes were downloaded.
+        before_N: The parameters of the version before, if they were built on the way.
     """
 
     snapshot: Snapshot
     params_N: Vector
     bytes: int
+    before_N: Vector | None = None
 
 
 def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
@@ -360,13 +362,13 @@ def full_snapshot(
 
 def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snapshot) -> Published | None:
     """Return the version of the header, or None if a difference is missing or they lead to other parameters."""
-    vector_N, size = full.params_N, full.bytes
+    vector_N, before_N, size = full.params_N, full.params_N, full.bytes
     for version in range(full.snapshot.version + 1, head.version + 1):
         found = after_difference(reader, manifest, head.fragment, version, vector_N)
         if found is None:
             return None
-        vector_N, size = found[0], size + found[1]
-    return Published(head, vector_N, size) if digest_of(vector_N) == head.held else None
+        before_N, vector_N, size = vector_N, found[0], size + found[1]
+    return Published(head, vector_N, size, before_N) if digest_of(vector_N) == head.held else None
 
 
 def after_difference(

@@ -17,7 +17,7 @@ from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions, own_placement
 from archipelago.islands.placement import Placement
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import task_here

@@ -16,7 +16,7 @@ from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.inner import InnerState
 from archipelago.islands.placement import Placement
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.measures import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host, Participant

@@ -161,7 +161,7 @@ def _full(
     transport: MergerTransport, manifest: Manifest, p: int, version: int, between: Callable[[], object]
 ) -> FullState:
     """Return the newest full state of a fragment. Raises WireError if it is lost or damaged."""
-    snapshot, published_N, _ = full_snapshot(transport.reader, manifest, p, between)
+    snapshot, published_N = full_snapshot(transport.reader, manifest, p, between)[:2]
     if snapshot.version > version:
         raise WireError(f"the snapshot of fragment {p} is of version {snapshot.version}, and {version} is the newest")
     if snapshot.held and digest_of(published_N) != snapshot.held:

@@ -26,7 +26,7 @@ from archipelago.broker.messages import Evaluation, Snapshot
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.transport import IslandTransport, ReaderTransport
 from archipelago.broker.wire import newest
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 
 #: The largest share of the device's time that evaluations take.
 DEVICE_SHARE: Final = 0.02

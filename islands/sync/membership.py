@@ -25,7 +25,7 @@ from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.arguments import checked_counts, require_loss
 from archipelago.islands.sync.clock import Clock, Joined
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly, reason_to_leave
 from archipelago.islands.sync.participant import Participant

@@ -20,7 +20,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Marker, Resume
 from archipelago.broker.presence import Heartbeat
 from archipelago.islands.sync.adoption import AnyReplica, Parameters, Ranges, not_finite
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.ledger import Ledger

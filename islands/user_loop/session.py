@@ -16,7 +16,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.arguments import island_name
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import Evaluator, checked_loss
 from archipelago.islands.sync.membership import Membership

@@ -25,7 +25,7 @@ from archipelago.islands.models.llama import DENSE
 from archipelago.islands.pytorch.host import torch_host
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import TorchReplica
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.tasks.workload import Workload

@@ -22,7 +22,7 @@ from archipelago.broker.transport import (
 )
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.leaving import leave
 from archipelago.islands.sync.recovery import Newcomer

@@ -22,7 +22,7 @@ from archipelago.islands.evaluation import (
     published,
 )
 from archipelago.islands.models.registry import Model, Params
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.evaluator import DEVICE_SHARE, LEASE_SECONDS, Evaluator, Measures
 from archipelago.islands.worker import Island
 from tests import samples

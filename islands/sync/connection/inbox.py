@@ -7,7 +7,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
-from archipelago.broker.wire import after_difference, digest_of, newest
 from archipelago.islands.sync.connection import checks
 from archipelago.islands.sync.connection.checks import Heads
+from archipelago.islands.sync.connection.downloads import Arrival, Downloads
 from archipelago.islands.sync.connection.outbox import Outbox
 from archipelago.islands.sync.measures import Uplink
 
@@ -36,14 +36,6 @@ INSTANCE_SECONDS = 2.0
 TAPE_ENTRIES = 4
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A snapshot that was downloaded and decoded: float32, N elements, or what a replica has prepared of it."""
-
-    snapshot: Snapshot
-    params_N: Vector
 
 
 class Inbox:
@@ -73,6 +65,7 @@ class Inbox:
         self._fragments, self._interval = manifest.own_fragments, manifest.config.sync.interval
         self._rounds, self._open = manifest.own_rounds, min(manifest.config.sync.window, len(self._fragments))
         self._sends_differences = manifest.config.wire.sends_differences
+        self.downloads = Downloads(self._reader, manifest, uplink, clock)
         #: Brings an arrived fragment to the island's device, in this thread, so that the training thread does not wait.
         self.prepare: Callable[[int, Vector], Any] = lambda p, params_N: params_N
         self.held: dict[int, Arrival] = {}
@@ -335,54 +328,20 @@ class Inbox:
             return arrival
 
     def _fetched_whole(self, p: int) -> Arrival:
-        """Download the newest full snapshot of a fragment and the differences after it.
-
-        Raises:
-            WireError: A payload is missing, or was not announced.
-        """
-        began = self._clock()
-        found = newest(self._reader, self._manifest, p)
-        self._uplink.received(found.bytes, began, self._clock())
-        if fault := checks.fault_in(found.snapshot, self._manifest):
-            raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
-        return self._hold(Arrival(found.snapshot, found.params_N))
+        """Download the newest version of a fragment in full. Raises WireError."""
+        return self._hold(self.downloads.whole(p))
 
     def _by_differences(self, p: int) -> Arrival | None:
-        """Build the newest announced version from the held one and all differences since.
+        """Build the newest announced version from the held one. Return None if it must be downloaded in full."""
+        if (held := self.held.get(p)) is None:
+            return None
 
-        Returns None if the full snapshot is smaller, if a difference is missing, or if the result is not what the
-        other islands hold.
-        """
-        held = self.held.get(p)
-        chain = [] if held is None else checks.differences_after(held.snapshot.version, self._announced.get(p, {}))
-        if held is None or not chain:
-            return None
-        vector_N = held.params_N
-        for snapshot in chain:
-            found_N = self._after_difference(p, snapshot, vector_N)
-            if found_N is None:
-                return None
-            vector_N = found_N
-            if snapshot is not chain[-1]:
-                self.listen()
-            if self.held.get(p) is not held:
-                return None  # the run went back meanwhile
-        if digest_of(vector_N) != chain[-1].held:
-            log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
-            return None
-        return self._hold(Arrival(chain[-1], vector_N))
+        def goes_on() -> bool:
+            self.listen()
+            return self.held.get(p) is held
 
-    def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> Vector | None:
-        began = self._clock()
-        try:
-            found = after_difference(self._reader, self._manifest, p, snapshot.version, before_N)
-        except WireError as error:
-            log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
-            return None
-        if found is None or found[1] != snapshot.difference_bytes:
-            return None
-        self._uplink.received(found[1], began, self._clock())
-        return found[0]
+        found = self.downloads.by_differences(held, self._announced.get(p, {}), goes_on)
+        return None if found is None else self._hold(found)
 
     def _hold(self, arrival: Arrival) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from archipelago.islands.sync.connection import link as link_module
+from archipelago.islands.sync.connection import pumps
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness
 
@@ -14,7 +15,7 @@ from tests.islands.sync.connection.link_run import Harness
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     """Return a harness of the sample run, whose pumps wait for moments only."""
-    monkeypatch.setattr(link_module, "RETRY_SECONDS", (0.001, 0.002))
+    monkeypatch.setattr(pumps, "RETRY_SECONDS", (0.001, 0.002))
     monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
     monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
     manifest = samples.manifest()

@@ -20,7 +20,7 @@ from archipelago.broker.messages import Call, Contribution, Event, Marker, Refus
 from archipelago.broker.transport import Memory, Transport
 from archipelago.broker.wire import pack
 from archipelago.islands.data.ranges import range_order
-from archipelago.islands.sync.connection.inbox import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from tests import samples

@@ -13,7 +13,8 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import MEMORY_SHARE_MAX, Memory
-from archipelago.islands.sync.connection.inbox import EVENTS_AT_ONCE, EVENTS_KEPT, Arrival
+from archipelago.islands.sync.connection.downloads import Arrival
+from archipelago.islands.sync.connection.inbox import EVENTS_AT_ONCE, EVENTS_KEPT
 from archipelago.islands.sync.connection.link import Link
 from tests import samples
 from tests.failing import failing
