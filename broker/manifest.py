@@ -176,6 +176,11 @@ class Manifest:
         """Return the tensors of fragment `p` by name, as views of its flat vector."""
         return {t.name: vector_N[offset : offset + t.size].reshape(t.shape) for t, offset in self.layout[p]}
 
+    def named(self, vectors: Sequence[Any]) -> dict[str, Any]:
+        """Return all tensors by name, in alphabetical order, as views of one flat vector for each fragment."""
+        found = [each for p, vector_N in enumerate(vectors) for each in self.split(p, vector_N).items()]
+        return dict(sorted(found))
+
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The number of elements of each fragment."""

@@ -77,10 +77,7 @@ class CorpusEvaluation:
 def assemble(manifest: Manifest, vectors: Sequence[Vector], place: Callable[[Any], Params] = jax.device_put) -> Params:
     """Return parameters by name from one flat vector for each fragment. `place` brings them to the devices."""
     # Slicing on the host compiles nothing. Slicing on the device compiles a program for each tensor.
-    parts: dict[str, Any] = {}
-    for p, vector_N in enumerate(vectors):
-        parts |= manifest.split(p, np.asarray(vector_N))
-    params: Params = place(dict(sorted(parts.items())))
+    params: Params = place(manifest.named([np.asarray(vector_N) for vector_N in vectors]))
     return params
 
 

@@ -16,13 +16,13 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.broker.shards.transport import opened
+from archipelago.islands.sync.evaluator import newest_merged
 from archipelago.ops.run_source import open_run
 from archipelago.ops.settings import say
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, TOKENIZER_KEY
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
-    from archipelago.islands.models.registry import Params
 
 WEIGHTS_FILE = "model.safetensors"
 #: The `model_type` in `config.json` of models that other programs do not have, and the key of our own settings there.
@@ -49,6 +49,7 @@ class ExportOptions:
 def main(options: ExportOptions) -> int:
     """Find the parameters and write them."""
     require_new(options.out)
+    keep_compiled()
     with progress("reading the parameters"):
         found = find(options.source, options.run)
     with progress(f"writing {options.out}"):
@@ -97,7 +98,7 @@ class RunParameters:
     """A run's newest published parameters, the last round and step in them, and where they were found, in words."""
 
     manifest: Manifest
-    params: Params
+    params: dict[str, Any]
     round: int
     step: int
     origin: str
@@ -108,12 +109,10 @@ def find(source: str | None, run: str | None) -> RunParameters:
 
     If no Redis is named, they come from its newest checkpoint.
     """
-    keep_compiled()
-    from archipelago.islands.evaluation import published
-
     with open_run(source, run) as found:
         manifest, whole = opened(found.transport)
-        return RunParameters(manifest, *published(whole, manifest), found.origin)
+        merged = newest_merged(whole, manifest)
+        return RunParameters(manifest, manifest.named(merged.vectors), merged.round, merged.step, found.origin)
 
 
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:
@@ -187,17 +186,22 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
     return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
 
 
-def _write_safetensors(path: Path, params: Params, dtype: str, metadata: Mapping[str, str], *, is_llama: bool) -> None:
-    import jax.numpy as jnp
+def _write_safetensors(
+    path: Path, params: dict[str, Any], dtype: str, metadata: Mapping[str, str], *, is_llama: bool
+) -> None:
+    import ml_dtypes
+    import numpy as np
     from safetensors import SafetensorError
-    from safetensors.flax import save_file
+    from safetensors.numpy import save_file
 
     from archipelago.islands.models.llama import to_llama
 
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     tensors = {}
     for name, exact in params.items():
-        value, place = exact.astype(jnp.dtype(dtype)), to_llama(name) if is_llama else None
-        tensors[place.name if place else name] = value.T if place and place.transposed else value
+        value, place = np.asarray(exact), to_llama(name) if is_llama else None
+        laid_out = np.ascontiguousarray(value.T) if place and place.transposed else value
+        tensors[place.name if place else name] = laid_out.astype(kind)
     try:
         save_file(tensors, str(path), metadata={"format": "pt", **metadata})
     except SafetensorError as error:  # It wraps errors of the disk in its own.

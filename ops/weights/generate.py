@@ -127,12 +127,14 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
     found = find(source, run)
     found.manifest.require_own_code("`archipelago generate`")
 
+    import jax
+
     from archipelago.islands.models.registry import build
 
-    model = build(found.manifest.config.model)
+    model, params = build(found.manifest.config.model), jax.device_put(found.params)
     origin = f"run {found.manifest.run!r} at round {found.round:,}"
     context = _context(found.manifest.config.data.sequence_length)
-    return TextModel(model, found.params, tokenizer_of(found.manifest), context, origin)
+    return TextModel(model, params, tokenizer_of(found.manifest), context, origin)
 
 
 def _of_export(folder: Path) -> TextModel:
