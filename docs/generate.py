@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import math
 import re
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -15,9 +18,10 @@ import docstring_parser
 
 from archipelago.broker.config import RunConfig
 from archipelago.ops.commands import EXAMPLES, VERBS, Verb, VerbGroup, Verbs
+from archipelago.ops.experiments import results, study
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "docs" / "reference"
+FOLDER = ROOT / "docs"
 WRITTEN = "<!-- Written by docs/generate.py from the code. Do not edit. -->\n\n"
 SETTINGS = f"""{WRITTEN}# Settings
 
@@ -36,6 +40,15 @@ The codes of what is wrong in a run that goes on are in [problems](../guide/prob
 | code | what happened | what to do |
 | --- | --- | --- |
 """
+STUDIES = f"""{WRITTEN}# Tables of studies
+
+What `archipelago bench study NAME --show` prints from the recorded results. A trial is named by the settings that
+differ from those of most trials of its study; M is the number of islands, or of workers of data-parallel training. The
+ratio of its bits per byte is to the best data-parallel trial with as many workers and tokens, by Muon where the study
+has it; with hostile islands, to the run without them.
+"""
+#: What the line about a study's commit begins with. A test does not compare these lines, which follow from the history.
+RECORDED = "Recorded by commit"
 #: The signs of the bounds that `annotated_types` puts on a setting.
 _SIGNS = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<", "MultipleOf": "a multiple of"}
 
@@ -160,7 +173,37 @@ def codes_page() -> str:
     return CODES + "".join(row(named(code), *texts) for code, texts in longest.items())
 
 
-PAGES = {"settings.md": settings_page, "verbs.md": verbs_page, "codes.md": codes_page}
+def studies_page() -> str:
+    """Return the page of the recorded results of all studies."""
+    page, folder = STUDIES, ROOT / "ops/experiments/studies"
+    known = study.recorded(folder)
+    for each in (study.load(folder, name) for name in study.names(folder)):
+        git = ["git", "log", "-1", "--format=%h of %as", "--", str(folder / f"{each.name}.jsonl")]
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        page += f"\n## {each.name}\n\n{each.about.rstrip('?')}.\n{RECORDED} {commit}.\n\n"
+        page += (
+            row("trial", "bits per byte", "ratio", "on the test text", "seeds") + "| --- | --- | --- | --- | --- |\n"
+        )
+        found = results.show(each, known, quiet=True)["rows"]
+        varying = list(found[0])[1 : list(found[0]).index("seeds")]
+        usual = {key: Counter(str(trial[key]) for trial in found).most_common(1)[0][0] for key in varying}
+        for trial in found:
+            values = {key: str(trial[key]).removesuffix(".0") for key in varying if str(trial[key]) != usual[key]}
+            settings = [f"`{key.replace('islands', 'M')}` {value}" for key, value in values.items() if value]
+            losses = f"{trial['bits_per_byte']:.4f}" + (f" ± {trial['spread']:.3f}" if trial["seeds"] > 1 else "")
+            ratios = (trial[key] for key in ("to_parallel", "to_parallel_on_test"))
+            shown = ("" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios)
+            name = ", ".join([trial["kind"], *settings])
+            page += row(name, losses, *shown, str(trial["seeds"]))
+    return page
+
+
+PAGES = {
+    "reference/settings.md": settings_page,
+    "reference/verbs.md": verbs_page,
+    "reference/codes.md": codes_page,
+    "results/studies.md": studies_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
