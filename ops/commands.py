@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import io
@@ -56,28 +57,43 @@ Verbs = Mapping[str, Verb | VerbGroup]
 
 SUMMARY = "Train one model over islands that share nothing but a Redis."
 
-VERBS: Verbs = {
-    "up": Verb("archipelago.ops.launch.up", "UpOptions", "Train on this machine: Redis, merger, islands, report."),
-    "init": Verb("archipelago.ops.launch.init", "InitOptions", "Create a run in a Redis."),
-    "island": Verb("archipelago.islands.main", "IslandOptions", "Join a run and train."),
-    "merger": Verb("archipelago.merger.main", "MergerOptions", "Serve a run: merge what its islands send."),
-    "status": Verb("archipelago.ops.watch.status", "StatusOptions", "Show a run, once or live with --watch."),
-    "runs": Verb("archipelago.ops.watch.run_list", "RunsOptions", "List the runs of a Redis and of the runs' folder."),
-    "rm": Verb("archipelago.ops.launch.rm", "RmOptions", "Delete a run."),
-    "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run in the browser, and steer it there."),
-    "steer": Verb("archipelago.ops.watch.steer", "SteerOptions", "Change the settings of a running run."),
-    "invite": Verb("archipelago.ops.launch.invite", "InviteOptions", "Give a member of a run credentials of its own."),
-    "revoke": Verb("archipelago.ops.launch.invite", "RevokeOptions", "End a membership of a run."),
-    "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions", "Check this machine and the Redis."),
-    "report": Verb("archipelago.ops.watch.report", "ReportOptions", "Write a run's figures into one HTML file."),
-    "export": Verb("archipelago.ops.weights.export", "ExportOptions", "Write the merged model as safetensors."),
-    "generate": Verb("archipelago.ops.weights.generate", "GenerateOptions", "Continue a prompt with the merged model."),
-    "prepare": Verb("archipelago.ops.launch.prepare", "PrepareOptions", "Make a corpus ready for islands to read."),
-    "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions", "Merge a recorded run again."),
-    "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions", "Train through injected faults and report."),
-    "bench": VerbGroup("archipelago.ops.bench", "Measure loss, speed, memory and traffic; run studies."),
-    "simulate": VerbGroup("archipelago.ops.simulation", "Plan a run; the paper's tables of failures and links."),
+#: The verbs under their headings in `--help`.
+GROUPS: Mapping[str, Verbs] = {
+    "Train": {
+        "up": Verb("archipelago.ops.launch.up", "UpOptions", "Train on this machine: Redis, merger, islands, report."),
+        "init": Verb("archipelago.ops.launch.init", "InitOptions", "Create a run in a Redis."),
+        "island": Verb("archipelago.islands.main", "IslandOptions", "Join a run and train."),
+        "merger": Verb("archipelago.merger.main", "MergerOptions", "Serve a run: merge what its islands send."),
+        "prepare": Verb("archipelago.ops.launch.prepare", "PrepareOptions", "Make a corpus ready for islands to read."),
+    },
+    "Watch": {
+        "status": Verb("archipelago.ops.watch.status", "StatusOptions", "Show a run, once or live with --watch."),
+        "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run in the browser, and steer it there."),
+        "runs": Verb("archipelago.ops.watch.run_list", "RunsOptions", "List the runs of a Redis and of a folder."),
+        "report": Verb("archipelago.ops.watch.report", "ReportOptions", "Write a run's figures into one HTML file."),
+    },
+    "Operate": {
+        "steer": Verb("archipelago.ops.watch.steer", "SteerOptions", "Change the settings of a running run."),
+        "invite": Verb("archipelago.ops.launch.invite", "InviteOptions", "Give a member of a run its own credentials."),
+        "revoke": Verb("archipelago.ops.launch.invite", "RevokeOptions", "End a membership of a run."),
+        "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions", "Check this machine and the Redis."),
+        "rm": Verb("archipelago.ops.launch.rm", "RmOptions", "Delete a run."),
+        "completion": Verb("archipelago.ops.completion", "CompletionOptions", "Print completions for bash and zsh."),
+    },
+    "Model": {
+        "export": Verb("archipelago.ops.weights.export", "ExportOptions", "Write the merged model as safetensors."),
+        "generate": Verb(
+            "archipelago.ops.weights.generate", "GenerateOptions", "Continue a prompt with a run's model."
+        ),
+    },
+    "Research": {
+        "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions", "Merge a recorded run again."),
+        "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions", "Train through injected faults and report."),
+        "bench": VerbGroup("archipelago.ops.bench", "Measure loss, speed, memory and traffic; run studies."),
+        "simulate": VerbGroup("archipelago.ops.simulation", "Plan a run; the paper's tables of failures and links."),
+    },
 }
+VERBS: Verbs = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
 
 #: The examples at the end of each verb's `--help`, by the words after `archipelago`. A test parses each.
 EXAMPLES: dict[str, dict[str, str]] = {
@@ -111,6 +127,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",
         "archipelago runs redis://HOST:6379 --json": "List the runs of a Redis for a program.",
     },
+    "completion": {"archipelago completion": "Print the script, for the file from which your shell reads it."},
     "rm": {
         "archipelago rm old runs/old/admin.join": "Delete the keys of the run old, after you typed its name.",
         "archipelago rm old redis://HOST:6379 --yes": "Delete it without a question, for scripts.",
@@ -188,6 +205,8 @@ def run(args: Sequence[str], begin: Callable[[], None] = lambda: None) -> int:
         sys.stdout.write(f"archipelago {importlib.metadata.version('archipelago-train')}\n")
         return 0
     program, summary, verbs = "archipelago", SUMMARY, VERBS
+    if len(args) > 1 and args[0] == "help":
+        args = [*args[1:], "--help"]
     while args and args[0] in verbs:
         verb, program, args = verbs[args[0]], f"{program} {args[0]}", args[1:]
         module = importlib.import_module(verb.module)
@@ -253,12 +272,17 @@ def _overview(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> 
     asked = not args or args[0] in ("-h", "--help", "help")
     out = sys.stdout if asked else sys.stderr
     if not asked:
+        near = difflib.get_close_matches(args[0], [*verbs, "--help", "--version"], 1)
+        if near:
+            out.write(f"error: there is no verb {args[0]!r}. Did you mean `{program} {near[0]}`?\n")
+            return 2
         out.write(f"error: there is no verb {args[0]!r}. Choose one of these:\n\n")
     out.write(f"usage: {program} VERB [OPTIONS]\n\n{summary}\n\n")
     width = max(10, 2 + max(map(len, verbs)))
-    for name, verb in verbs.items():
-        out.write(f"  {name:<{width}}{verb.summary}\n")
-    out.write(f"\n`{program} VERB --help` lists the options of a verb, with examples.\n")
+    for heading, group in (GROUPS if verbs is VERBS else {"": verbs}).items():
+        lines = "".join(f"  {name:<{width}}{verb.summary}\n" for name, verb in group.items())
+        out.write(f"{heading}:\n{lines}\n" if heading else lines)
+    out.write(f"`{program} VERB --help` lists the options of a verb, with examples.\n")
     if not asked:
         out.write(f"`{program} --help` shows this list.\n")
     return 0 if asked else 2

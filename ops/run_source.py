@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import tyro
 
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_bucket
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, RunAddress, connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import restore
 from archipelago.broker.transport import ReaderTransport
@@ -39,6 +42,20 @@ class FoundRun(NamedTuple):
     transport: ReaderTransport
     folder: Path | None
     origin: str
+
+
+@dataclass(frozen=True)
+class RunSource(RunAddress):
+    """The options with which a verb that reads a run finds it."""
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """The URL of a Redis, a join file, or the name or folder of a run of `up`. The default is $ARCHIPELAGO_URL, or the
+    folder of the run that is named.
+    """
+
+    def open(self) -> AbstractContextManager[FoundRun]:
+        """Open the run. Its own Redis is started if it is in a folder and does not run."""
+        return open_run(self.url, self.run, starts_redis=True)
 
 
 @contextmanager

@@ -101,3 +101,15 @@ def flags(config: RunConfig) -> list[str]:
         elif value is not None:
             found += [f"{prefix}{name}", str(value)]
     return found
+
+
+def confirm(what: str, run: str, *, given: bool) -> None:
+    """Ask for the run's name on a terminal. Raise ConfigError unless it is typed, or --yes was given."""
+    if given:
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError(f"nothing was done. {what}", "Confirm it with --yes.", code="config.unconfirmed")
+    sys.stderr.write(f"{what}\nType the name of the run to go on: ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip() != run:
+        raise ConfigError("nothing was done, because another name was typed", code="config.unconfirmed")

@@ -16,7 +16,8 @@ from urllib.parse import quote
 
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.machine import require_extra
-from archipelago.broker.process import RunAddress, print_json, stop_on_signals
+from archipelago.broker.process import print_json, stop_on_signals
+from archipelago.ops.run_source import RunSource
 from archipelago.ops.settings import say
 from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
@@ -25,7 +26,7 @@ STOP_SECONDS = 5
 
 
 @dataclass(frozen=True)
-class DashOptions(RunAddress):
+class DashOptions(RunSource):
     """Show a run live in the browser, and steer it from there. Needs only Redis, so it can run anywhere.
 
     Anyone who can reach the port can see the run. Changing it needs the token: that in $ARCHIPELAGO_TOKEN, or a random
@@ -47,15 +48,12 @@ def main(options: DashOptions) -> int:
     require_extra("dash", "The dashboard")
     stopped = stop_on_signals()
     token = _token()
-    transport = options.connect()
-    try:
-        watch = Watcher(transport)
+    with options.open() as found:
+        watch = Watcher(found.transport)
         with serving(watch, token, options.host, options.port, options.name) as address:
             _greet(watch.manifest.run, address, token, options)
             while not stopped():
                 time.sleep(0.1)
-    finally:
-        transport.close()
     return 0
 
 

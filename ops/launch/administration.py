@@ -37,7 +37,7 @@ class Administrator:
     """
 
     def __init__(self, transport: RedisTransport, url: str, folder: Path) -> None:
-        self._transport, self.membership, self.run = transport, transport.membership, transport.run
+        self.transport, self.membership, self.run = transport, transport.membership, transport.run
         self._url = url
         self.file = folder / ADMIN_FILE
 
@@ -54,7 +54,7 @@ class Administrator:
         From then on the run is signed, and so is what Redis holds of it already. The private key and the URL are kept
         in the file `admin.join`.
         """
-        invited, announced = self._transport.invitation, self.membership.all().merger_key
+        invited, announced = self.transport.invitation, self.membership.all().merger_key
         private = self._kept_key() or (invited.private_key if invited is not None and invited.role == ADMIN else "")
         created = not announced and not private
         if created:
@@ -77,15 +77,15 @@ class Administrator:
 
     def _shards(self) -> list[RedisTransport]:
         """Return the connections to all shards of the run; to the first one before it exists."""
-        if self._transport.reader.uid() is None:
-            return [self._transport]
-        manifest = self._transport.reader.manifest()
-        return [self._transport, *(self._transport.of_shard(shard) for shard in range(1, manifest.shards))]
+        if self.transport.reader.uid() is None:
+            return [self.transport]
+        manifest = self.transport.reader.manifest()
+        return [self.transport, *(self.transport.of_shard(shard) for shard in range(1, manifest.shards))]
 
     @property
     def _reader(self) -> ReaderClient:
         """A reader of the whole run."""
-        return opened(self._transport)[1].reader
+        return opened(self.transport)[1].reader
 
     def _kept_key(self) -> str:
         """Return the private key of the run's mergers; empty if this folder does not have it."""
@@ -96,7 +96,7 @@ class Administrator:
 
     def _authority(self) -> str:
         """Return the certificate of the authority that this connection trusts, as PEM; empty for the system's."""
-        invited = self._transport.invitation
+        invited = self.transport.invitation
         if invited is not None:
             return invited.ca_certificate
         path = option(self._url, "ssl_ca_certs")
@@ -139,7 +139,7 @@ class Administrator:
             )
         user, creates_user = user or roles.user_of(self.run, name), not password
         password = password or secrets.token_urlsafe(PASSWORD_BYTES)
-        rules = roles.rules(role, self.run, name, self.membership.version(), self._transport.reader.manifest().shards)
+        rules = roles.rules(role, self.run, name, self.membership.version(), self.transport.reader.manifest().shards)
         denied = ConfigError(
             "this Redis does not let this user create other users",
             f"Create the user {user} where the Redis is managed, and then give its password: `--password-file FILE`. "

@@ -21,7 +21,8 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, invitation_at, print_json
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
-from archipelago.ops.settings import say, table_console
+from archipelago.ops.launch.rm import living
+from archipelago.ops.settings import confirm, say, table_console
 from archipelago.ops.watch.doctor.checks import is_local
 from archipelago.ops.watch.formatting import new_table
 
@@ -90,6 +91,8 @@ class InviteOptions(AdministratorOptions):
     address: str | None = None
     """The URL under which the member reaches this Redis, if it is not the administrator's; without user and password.
     """
+    yes: bool = False
+    """Do not ask before the first invitation closes the run to members without join files."""
     user: str = ""
     """With --password-file: the name of the user that was created elsewhere."""
     password_file: Path | None = None
@@ -118,6 +121,12 @@ def _invite(options: InviteOptions) -> int:
                 f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.exists"
             )
         was_signed = administrator.membership.all().is_signed
+        closes = not was_signed and options.role in ("island", "merger")
+        if closes and (left_out := living(administrator.transport)):
+            confirm(
+                f"This first invitation closes the run to all without a join file, such as {', '.join(left_out)}.",
+                administrator.run, given=options.yes,
+            )  # fmt: skip
         invited = administrator.invite(
             options.name, options.role, user=options.user, password=_password(options),
             url=_address(options), may_replace=options.replace,

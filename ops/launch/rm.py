@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
-from archipelago.ops.settings import say
+from archipelago.ops.settings import confirm, say
 from archipelago.ops.watch.formatting import ago
 from archipelago.ops.watch.run_list import entry_of
 
@@ -74,7 +73,8 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
             "Stop them first, with SIGTERM or Ctrl-C. --force deletes the run nevertheless.",
             code="run.alive",
         )
-    _confirm(options, f"all keys of the run {run!r} at {where}{_described(transport)}")
+    what = f"This deletes all keys of the run {run!r} at {where}{_described(transport)}. Nothing can bring it back."
+    confirm(what, run, given=options.yes)
     users = delete_users(transport.connection)
     count = sum(map(delete_shard, shards))
     if options.json:
@@ -112,16 +112,3 @@ def _described(transport: RedisTransport) -> str:
         return ""
     active = "" if math.isnan(entry.idle_seconds) else f", last active {ago(entry.idle_seconds)} ago"
     return f" ({entry.model}, round {entry.round:,}, step {entry.step:,} of {entry.steps:,}{active})"
-
-
-def _confirm(options: RmOptions, what: str) -> None:
-    """Ask for the run's name on a terminal. Raise ConfigError unless it is typed, or --yes was given."""
-    if options.yes:
-        return
-    if sys.stdin is not None and sys.stdin.isatty():
-        sys.stderr.write(f"This deletes {what}. Nothing can bring it back.\nType the name of the run to delete it: ")
-        sys.stderr.flush()
-        if sys.stdin.readline().strip() == options.run:
-            return
-        raise ConfigError("nothing was deleted, because another name was typed", code="rm.unconfirmed")
-    raise ConfigError(f"nothing was deleted: this would delete {what}", "Confirm it with --yes.", code="rm.unconfirmed")

@@ -35,7 +35,7 @@ from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import is_given, say, to_toml
-from archipelago.ops.watch import formatting, run_summary
+from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.reading import RECENT_ROUNDS
 from archipelago.ops.watch.watcher import Watcher
 
@@ -276,15 +276,12 @@ def _in(folder: Path) -> str:
 def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpOptions) -> None:
     if options.json:
         print_json(report)
-    first, last, single = (report[f"held_out_{key}"] for key in ("first", "last", "one_process"))
     say()
-    # A run that ends early may have had only one evaluation, which is the first and the last.
-    fell = f"{formatting.number(first, 4)} → " if len(report["curve"]) > 1 else ""
-    islands = f"{report['islands']} {'island' if report['islands'] == 1 else 'islands'}"
-    learnt = f"{fell}{formatting.number(last, 4)} with {islands}"
-    say(f"held-out {report['unit']}: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
+    say(run_summary.result_in_words(report))
     say(f"  {report['syncs_in_words']}")
-    page = shlex.join(["archipelago", "report", report["run"]])
-    say(f"report: {folder / run_summary.TEXT}  page: {page}{_in(folder)}")
+    place = shlex.quote(str(folder))
     if not finished:
-        say(f"interrupted; the same command continues the run:  archipelago up --run {report['run']} …")
+        say(f"  continue  archipelago up --run {report['run']} …   (the same command)")
+    say(f"  report    archipelago report {place}")
+    say(f"  export    archipelago export {place} --out {report['run']}-model")
+    say(f"  look      archipelago dash {place}" if options.task else f"  try       archipelago generate {place}")

@@ -17,7 +17,7 @@ from archipelago.broker import config as run_config
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.invitation import is_join_file
 from archipelago.broker.observe.logs import printable
-from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
+from archipelago.broker.process import URL_VARIABLE, connect_to, invitation_at, print_json
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
@@ -80,7 +80,7 @@ class RunEntry:
 def main(options: RunsOptions) -> int:
     """List the runs."""
     has_redis = bool(options.url or os.environ.get(URL_VARIABLE))
-    entries = [*(of_redis(options.url) if has_redis else ()), *of_folder(options.folder)]
+    entries = all_runs(options.url, options.folder)
     if options.json:
         print_json({"runs": [asdict(entry) for entry in entries]})
     elif entries:
@@ -90,6 +90,30 @@ def main(options: RunsOptions) -> int:
         hint = "" if has_redis else f" Name a Redis (redis://HOST:PORT, or ${URL_VARIABLE}) to list its runs."
         say(f"There are no runs in {where}the folder {options.folder}.{hint}")
     return 0
+
+
+def all_runs(url: str | None, folder: Path) -> list[RunEntry]:
+    """Return the runs of a Redis, if one is named here or by $ARCHIPELAGO_URL, and of a folder, each once.
+
+    A run in the folder that has no Redis of its own, or has this one, is the run of that name at the Redis.
+    """
+    address = url or os.environ.get(URL_VARIABLE, "")
+    at_redis = {entry.run: entry for entry in of_redis(url)} if address else {}
+    found = []
+    for entry in of_folder(folder):
+        path = Path(entry.where)
+        has_own = (path / "redis").is_dir()
+        with suppress(OSError):
+            if entry.run in at_redis and (not has_own or _server(address_of(path)) == _server(address)):
+                entry = replace(at_redis.pop(entry.run), where=entry.where)
+        found.append(entry)
+    return [*at_redis.values(), *found]
+
+
+def _server(address: str) -> str:
+    """Return host, port and database of a URL or a join file; empty for an empty address."""
+    invited = invitation_at(address)
+    return (invited.url if invited else address).rpartition("@")[2].replace("localhost", "127.0.0.1")
 
 
 def of_redis(url: str | None) -> list[RunEntry]:

@@ -12,6 +12,7 @@ from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.manifest import LossUnit
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.process import finite
+from archipelago.ops.watch.formatting import seconds_text
 from archipelago.ops.watch.run_view import RunView
 
 TEXT = "report.json"
@@ -62,6 +63,20 @@ def summary(
         "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in view.evaluations],
         "curve_one_process": [[tokens, unit.from_evaluation(bits)] for tokens, bits in one_process],
     }
+
+
+def result_in_words(report: Mapping[str, Any]) -> str:
+    """Return how the run ended, as one sentence: the time it took, and its loss beside that of one process."""
+    last, single = report["held_out_last"], report["held_out_one_process"]
+    ended = "finished" if report["finished"] else "interrupted"
+    took = f" in {seconds_text(report['seconds'])}" if report["seconds"] else ""
+    islands = f"{report['islands']} {'island' if report['islands'] == 1 else 'islands'}"
+    if math.isnan(last):
+        return f"{ended}{took} with {islands}; nothing was evaluated"
+    side = "above" if last > single else "below"
+    gap = f", {abs(last / single - 1.0):.1%} {side} one process on as many tokens ({single:.4f})"
+    reached = f"{ended}{took}: {islands} reached {last:.4f} {report['unit']} on held-out text"
+    return reached if math.isnan(single) else reached + gap
 
 
 def syncs_in_words(view: RunView) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from archipelago.broker.messages import TapeEntry
-from archipelago.ops.watch.formatting import ago
+from archipelago.ops.watch.formatting import ago, clock
 from archipelago.ops.watch.watcher import Outage, RunReading
 
 #: The state while there is no new reading.
@@ -29,7 +28,7 @@ _REMARKS = {
     "starting": ("No round has closed yet.", ""),
     "finished": (
         "All steps are made.",
-        "Next: `archipelago report {run}`, `archipelago export {run} --out {run}-model`, `archipelago generate {run}`.",
+        "Next: `archipelago report {run}`, `archipelago export {run} --out {run}-model`{generate}.",
     ),
 }
 
@@ -66,7 +65,7 @@ class StateLine:
     def text(self) -> str:
         """The line, without the remedy."""
         is_old = not math.isnan(self.since_unix_seconds)
-        old = f"figures as of {time.strftime('%H:%M:%S', time.localtime(self.since_unix_seconds))}" if is_old else ""
+        old = f"figures as of {clock(self.since_unix_seconds)}" if is_old else ""
         return " · ".join(filter(None, (self.word, f"{self.share:.0%}", self.left, old, self.sentence.rstrip("."))))
 
 
@@ -101,7 +100,9 @@ def _remark(reading: RunReading) -> tuple[str, str, str, str]:
     found = [problem for problem in reading.problems if problem.mood != "info"]
     if not found or reading.view.state == "finished":
         sentence, remedy = _REMARKS.get(reading.view.state, ("", ""))
-        return sentence, remedy.format(run=reading.view.run), "idle", ""
+        run = reading.view.run
+        generate = "" if reading.view.config.has_user_loops else f", `archipelago generate {run}`"
+        return sentence, remedy.format(run=run, generate=generate), "idle", ""
     first = found[0]
     who = "" if first.who in ("run", "redis", "merger") else f"{first.who}: "
     more = f" ({len(found) - 1} more)" if len(found) > 1 else ""

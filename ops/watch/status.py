@@ -15,9 +15,10 @@ from rich.console import Console
 
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import RunAddress, print_json, stop_on_signals
+from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
+from archipelago.ops.run_source import RunSource
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
 from archipelago.ops.watch.state_line import state_line
@@ -32,7 +33,7 @@ FRAMES_A_SECOND = 4.0
 
 
 @dataclass(frozen=True)
-class StatusOptions(RunAddress):
+class StatusOptions(RunSource):
     """Show a run: its islands, rounds, accounts, merger and controls. Reads only.
 
     The exit status is 1 while the run suffers: no island is live, no merger serves it, nothing was merged for more than
@@ -43,6 +44,8 @@ class StatusOptions(RunAddress):
     a terminal, --watch prints a line every ten seconds until the run has ended.
     """
 
+    strict: bool = False
+    """Exit with 1 if anything at all is wrong, also what the run does not suffer from."""
     watch: bool = False
     """Keep showing the run, with its events."""
     json: bool = False
@@ -51,11 +54,14 @@ class StatusOptions(RunAddress):
 
 def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
-    with progress("waiting for Redis"):
-        transport = options.connect()
-    if options.watch:
-        _watch(transport, as_json=options.json)
-        return 0
+    with options.open() as found:
+        if options.watch:
+            _watch(found.transport, as_json=options.json)
+            return 0
+        return _show(options, found.transport)
+
+
+def _show(options: StatusOptions, transport: ReaderTransport) -> int:
     with progress("waiting for Redis"):
         manifest, run = opened(transport, for_display=True)
         view, now = observe(run, manifest), time.time()
@@ -64,7 +70,8 @@ def main(options: StatusOptions) -> int:
         print_json(_as_json(reading))
     else:
         Console(highlight=False).print(render(reading, ROWS))
-    return 1 if reading.problems and reading.problems[0].mood == "bad" else 0
+    grave = ("bad", "warn") if options.strict else ("bad",)
+    return 1 if reading.problems and reading.problems[0].mood in grave else 0
 
 
 def _as_json(reading: RunReading) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from archipelago.broker.control import (
 )
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.logs import printable
-from archipelago.broker.process import RunAddress, print_json
+from archipelago.broker.process import print_json
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
+from archipelago.ops.run_source import RunSource
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import new_table
 
@@ -35,7 +36,7 @@ _EXAMPLES = "Write NAME=VALUE, such as outer.learning_rate=0.5, merging=paused o
 
 
 @dataclass(frozen=True)
-class SteerOptions(RunAddress):
+class SteerOptions(RunSource):
     """Change the settings of a running run; without changes, show them.
 
     outer.learning_rate, sync.quorum and sync.grace apply from the next round that closes. inner.steps is the length of
@@ -53,7 +54,12 @@ class SteerOptions(RunAddress):
 def main(options: SteerOptions) -> int:
     """Apply the changes, and show all of them."""
     options = _with_all_changes(options)
-    manifest, transport = opened(options.connect())
+    with options.open() as found:
+        return _steer(options, found.transport)
+
+
+def _steer(options: SteerOptions, connection: ReaderTransport) -> int:
+    manifest, transport = opened(connection)
     config = manifest.config
     if options.changes:
         transport.reader.steer(changes_of(config, options.changes, transport.reader.control(), time.time))

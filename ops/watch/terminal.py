@@ -17,7 +17,7 @@ from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.events import Event
-from archipelago.ops.watch.formatting import ago, new_table, number, size
+from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
 from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, merger_in_words
 from archipelago.ops.watch.state_line import StateLine, state_line
 from archipelago.ops.watch.watcher import Outage, RunReading
@@ -33,7 +33,8 @@ _LEFT_OUT = (
     (80, ("score",)),
     (66, ("score", "up", "down")),
     (58, ("score", "up", "down", "queue", "lag")),
-    (0, ("score", "queue", "up", "down", "lag", "tokens/s")),
+    (46, ("score", "queue", "up", "down", "lag", "tokens/s")),
+    (0, ("score", "queue", "up", "down", "lag", "tokens/s", "part", "seen", "steps")),
 )
 #: Lines of the live screen without islands and events, about.
 _OTHER_LINES = 14
@@ -66,10 +67,8 @@ def live_screen(reading: RunReading | None, outage: Outage | None, now: float, h
         now: Unix seconds.
         height: The lines of the terminal.
     """
-    parts: list[RenderableType] = [
-        Text.assemble(("archipelago status", "bold"), (f"  {_clock(now)}  Ctrl-C to quit", "dim")),
-    ]
-    parts.append(state_text(state_line(reading, outage), with_remedy=True))
+    title = Text.assemble(("archipelago status", "bold"), (f"  {clock(now)}  Ctrl-C to quit", "dim"))
+    parts: list[RenderableType] = [title, state_text(state_line(reading, outage), with_remedy=True)]
     if reading is None:
         return Group(*parts)
     view = reading.view
@@ -79,15 +78,11 @@ def live_screen(reading: RunReading | None, outage: Outage | None, now: float, h
     return Group(*parts, Islands(view, rows), *(_event_line(each, now) for each in recent))
 
 
-def _clock(unix_seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(unix_seconds))
-
-
 def _event_line(event: Event, now: float) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f"{f'{ago(now - event.unix_seconds)} ago':>10} ", "dim")
     line.append(f"{event.kind:<10} ", _KIND_STYLES.get(event.kind, "cyan"))
-    return line.append(printable(f"{event.who:<16.16} {' '.join(event.text.split())}"))
+    return line.append(printable(f"{event.who:<16} {' '.join(event.text.split())}"))
 
 
 _MOOD_STYLES = {"good": "green", "busy": "cyan", "warn": "yellow", "bad": "bold red", "idle": "dim"}
@@ -214,8 +209,8 @@ class Islands:
         left_out = next(names for least, names in _LEFT_OUT if width >= least)
         columns = [column for column in COLUMNS if column not in left_out]
         table = new_table(*columns, numbers=columns[2:], collapse_padding=True)
-        for index, column in enumerate(table.columns):  # If room is short, names are cut, not numbers.
-            column.no_wrap, column.overflow = index > 0, "ellipsis"
+        for index, column in enumerate(table.columns):  # If room is short, names go on in the next line.
+            column.no_wrap, column.overflow = index > 0, "fold"
         shown, rest = self._chosen()
         for island in shown:
             cells = _row(island)

@@ -45,7 +45,7 @@ class Processes:
 
     def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
         """Start `archipelago` with these arguments."""
-        return self.python("-P", "-m", "archipelago.ops", *args, **environment)
+        return self.python("-P", "-m", "archipelago", *args, **environment)
 
     def python(self, *args: str, **environment: str) -> subprocess.Popen[str]:
         """Start Python with these arguments."""

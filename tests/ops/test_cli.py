@@ -94,6 +94,11 @@ def test_help_lists_the_verbs_of_the_command_line_and_of_each_group(call: Call) 
         answer = call(group, "--help")
         assert (answer.status, answer.err) == (0, "")
         assert [[group, name] for name in listed(answer.out)] == [w for w in commands(VERBS) if w[0] == group]
+    assert call("help", "status").out == call("status", "--help").out
+    for args, meant in ((["statsu"], "status"), (["--verison"], "--version"), (["bench", "stduy"], "bench study")):
+        wrong = call(*args)
+        assert (wrong.status, wrong.out, wrong.err.count("\n")) == (2, "", 1)
+        assert f"Did you mean `archipelago {meant}`?" in wrong.err
     unknown = call("trian", "--islands", "3")
     assert (unknown.status, unknown.out, set(VERBS) <= set(listed(unknown.err))) == (2, "", True)
     assert "'trian'" in unknown.err

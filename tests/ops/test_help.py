@@ -9,6 +9,7 @@ import inspect
 import itertools
 import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +99,24 @@ def test_messages_name_flags_that_exist() -> None:
             assert named <= (flags_of(words) if words else set()), f"{path.relative_to(root)}: archipelago {line}"
             seen += len(named)
     assert seen > 20
+
+
+@pytest.mark.full  # It loads every verb.
+def test_a_shell_completes_verbs_options_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    capsys.readouterr()
+    assert run(["completion"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f". {tmp_path}/script; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _archipelago"
+        bash = ["bash", "-c", f'{line}; echo "${{COMPREPLY[@]}}"']
+        return subprocess.run(bash, capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("archipelago", "st") == ["status", "steer"]
+    assert completed("archipelago", "bench", "st") == ["study"]
+    assert completed("archipelago", "status", "demo", "--wa") == ["--watch"]
+    assert "--inner.learning-rate" in completed("archipelago", "up", "--inner.l")
+    assert completed("archipelago", "status", "ru") == [], "the shell then completes files"
 
 
 def test_a_url_is_shown_as_such_and_a_name_can_be_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,9 +118,33 @@ def test_a_run_whose_own_redis_runs_is_read_from_it(capsys: pytest.CaptureFixtur
     folder_of("mine")
     with start_server(Path("runs/mine/redis")) as own:
         create(own.url, "mine", "a", state="training").close()
-        (entry,) = listed(capsys)
-        assert (entry["state"], entry["live"]) == ("no merger", 1)
+        for address in ([], [own.url], ["eyes.join"]):
+            invitations.write(Path("eyes.join"), Invitation(own.url, "mine", "eyes", "viewer"))
+            (entry,) = listed(capsys, *address)
+            assert (entry["state"], entry["live"], entry["where"]) == ("no merger", 1, "runs/mine"), address
     assert listed(capsys)[0]["state"] == "ended"
+
+
+def test_status_and_steer_open_the_folder_of_a_run_whose_redis_has_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    with start_server(Path("runs/mine/redis")) as own:
+        create(own.url, "mine", "a").close()
+    for source in (["mine"], ["runs/mine"], ["--run", "mine"]):
+        capsys.readouterr()
+        assert run(["status", *source, "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert (found["run"], found["state"]["word"]) == ("mine", "no islands")
+    assert run(["steer", "mine", "merging=paused", "--json"]) == 0
+    assert run(["status", "mine", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["state"]["word"] == "paused"
+
+
+def test_a_run_at_a_redis_of_others_has_its_folder_here(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of("mine")
+    create(url, "mine", "a", state="training").close()
+    create(url, "other").close()
+    assert [(entry["run"], entry["where"], entry["live"]) for entry in listed(capsys, url)] == [
+        ("other", "redis", 0), ("mine", "runs/mine", 1),
+    ]  # fmt: skip
 
 
 # -- rm -------------------------------------------------------------------------------------------------------------
@@ -182,7 +206,7 @@ def test_rm_asks_for_the_name(
     create(url, "old").close()
     for answer in (io.StringIO("old\n"), Terminal("ol\n"), Terminal("")):
         monkeypatch.setattr(sys, "stdin", answer)
-        with failing(ConfigError, "rm.unconfirmed"):
+        with failing(ConfigError, "config.unconfirmed"):
             run(["rm", "old", url])
     assert raw.keys() != []
     monkeypatch.setattr(sys, "stdin", Terminal("old\n"))

@@ -20,13 +20,14 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.evaluation import published
 from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.scores import Score
+from archipelago.ops import run_source
 from archipelago.ops.commands import run as command
 from archipelago.ops.dashboard.app import Board, application
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch import report, run_list
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.state_line import state_line
-from archipelago.ops.watch.status import StatusOptions, print_lines
+from archipelago.ops.watch.status import print_lines
 from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.export import find
 from tests.failing import failing
@@ -165,7 +166,7 @@ def run(demo: VirtualRun) -> Cut:
 
 def shown_by_status(run: Cut, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """Return what `status` prints. Its exit status is 1."""
-    monkeypatch.setattr(StatusOptions, "connect", lambda self: run)
+    monkeypatch.setattr(run_source, "connect_to", lambda url, run_name: run)
     capsys.readouterr()
     assert command(["status", "redis://nowhere", *flags]) == 1
     return capsys.readouterr().out
@@ -214,7 +215,7 @@ def test_what_decides_needs_all_shards_and_what_is_shown_needs_shard_0(
     with failing(UnreachableError):
         whole(run, demo.manifest, for_display=True).reader.steer({"merging": "paused"})
     gone = Cut(demo.connect_as("admin"), cut={0})
-    monkeypatch.setattr(StatusOptions, "connect", lambda self: gone)
+    monkeypatch.setattr(run_source, "connect_to", lambda url, run_name: gone)
     with failing(UnreachableError):
         command(["status", "redis://nowhere"])
 

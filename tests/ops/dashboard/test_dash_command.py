@@ -61,7 +61,7 @@ def test_a_page_gets_each_reading_and_new_charts_and_the_threads_end_with_the_se
 def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: signal.Signals) -> None:
     words = ["dash", url, "--run", "sample", "--port", "0", "--json"]
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "archipelago.ops", *words],
+        [sys.executable, "-P", "-m", "archipelago", *words],
         env={**os.environ, TOKEN_VARIABLE: TOKEN},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -176,6 +176,17 @@ def test_members_are_listed_and_results_are_json(
     assert Invitation.from_json(capsys.readouterr().out).name == "eve"
 
 
+def test_the_first_invitation_asks_before_it_shuts_out_who_lives(run: RedisTransport, server: RedisServer) -> None:
+    run.island.heartbeat(samples.heartbeat("bergen"))
+    options = InviteOptions(name="oslo", url=server.url, run=run.run)
+    with failing(ConfigError, "config.unconfirmed") as asked:
+        invite.main(options)
+    assert "bergen" in asked.value.what and not run.membership.all().by_name
+    assert invite.main(replace(options, name="eyes", role="viewer")) == 0, "who only looks closes nothing"
+    assert invite.main(replace(options, yes=True)) == 0
+    assert invite.main(replace(options, name="quito")) == 0, "later ones close nothing more"
+
+
 def test_a_join_file_is_for_one_role_run_and_island(run: RedisTransport, join: Invite) -> None:
     join("oslo")
     file = str(join_file(run, "oslo"))

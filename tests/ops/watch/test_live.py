@@ -98,7 +98,7 @@ def test_the_worst_problem_and_an_outage_are_shown_above_the_last_reading() -> N
     assert [line.split(":")[0] for line in lines if "heartbeats" in line] == ["training · 50% · bergen"]
     for last in (None, reading()):
         text = "\n".join(drawn(last, 80, 30, Outage(NOW - 30, "Redis does not answer", "refused")))
-        as_of = r" · figures as of \d\d:\d\d:\d\d" if last else ""
+        as_of = r" · figures as of \w+ \d+ \d\d:\d\d" if last else ""
         share = "50%" if last else "0%"
         assert re.search(
             rf"no answer · {share} · stalled{as_of} · Redis does not answer refused", " ".join(text.split())
@@ -147,6 +147,8 @@ def test_the_exit_status_says_whether_a_run_is_well(capsys: pytest.CaptureFixtur
     transport.island.heartbeat(samples.heartbeat("oslo"))
     assert status.main(options) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
+    transport.island.heartbeat(samples.heartbeat("oslo", link="the Redis does not answer"))
+    assert [status.main(replace(options, strict=strict)) for strict in (False, True)] == [0, 1]
     transport.close()
 
 
@@ -236,7 +238,7 @@ def test_ctrl_c_ends_it(server: RedisServer) -> None:
     transport.close()
     terminal, child_end = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "archipelago.ops", "status", "--watch", server.url, "--run", run],
+        [sys.executable, "-P", "-m", "archipelago", "status", "--watch", server.url, "--run", run],
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}, stdin=subprocess.DEVNULL,
         stdout=child_end, stderr=subprocess.PIPE,
     )  # fmt: skip

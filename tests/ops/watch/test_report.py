@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import commands
 from archipelago.ops.watch.reading import observe, summarise
 from archipelago.ops.watch.report import SCRIPTS, ReportOptions, everything, html, of_watch
-from archipelago.ops.watch.run_summary import syncs_in_words
+from archipelago.ops.watch.run_summary import result_in_words, syncs_in_words
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.export import find
@@ -239,6 +240,24 @@ def test_the_commands_name_weights_and_steering() -> None:
 def trained(rounds: int, step: int, islands: int = 3) -> RunView:
     view = summarise(MANIFEST, [], [], Counters(), Pending(0, 0))
     return replace(view, rounds=rounds, fragments=6, step=step, interval=24, known=islands)
+
+
+def test_the_result_of_a_run_in_one_sentence() -> None:
+    report: dict[str, Any] = {
+        "held_out_last": 2.5,
+        "held_out_one_process": 2.0,
+        "finished": True,
+        "seconds": 90.0,
+        "islands": 2,
+    }
+    report |= {"unit": "bits per byte"}
+    assert result_in_words(report) == (
+        "finished in 90 s: 2 islands reached 2.5000 bits per byte on held-out text, "
+        "25.0% above one process on as many tokens (2.0000)"
+    )
+    alone = result_in_words(report | {"held_out_one_process": math.nan, "finished": False, "islands": 1})
+    assert alone == "interrupted in 90 s: 1 island reached 2.5000 bits per byte on held-out text"
+    assert "nothing was evaluated" in result_in_words(report | {"held_out_last": math.nan})
 
 
 def test_the_syncs_of_a_run_in_words() -> None:

@@ -1,4 +1,4 @@
-"""Run `archipelago` as `python -m archipelago.ops`."""
+"""Run `archipelago` as `python -m archipelago`."""
 
 import sys
 
