@@ -8,13 +8,15 @@ bits. A merger with it and one without can take over from each other.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable
-from functools import partial
+from mmap import mmap
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Final
 
 import numpy as np
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 #: An answer that takes longer, also to compile a program, never comes.
 PATIENCE_SECONDS: Final = 120.0
 #: The share of the accelerator's memory that the process may take.
-_MEMORY_SHARE: Final = "0.1"
+MEMORY_SHARE: Final = 0.1
 
 
 class Accelerator:
@@ -41,7 +43,7 @@ class Accelerator:
     def __init__(self, platform: str = "cuda", otherwise: Callable[[], Power | None] = by_xla) -> None:
         self._platform, self._otherwise = platform, otherwise
         self._lock = threading.Lock()  # one matrix at a time
-        self._pipe: Connection | None = None
+        self._helper: _Helper | None = None
         self._is_tried = False
 
     def __call__(self) -> Power | None:
@@ -50,26 +52,23 @@ class Accelerator:
             if not self._is_tried:
                 self._is_tried = True
                 self._start()
-        return self._power if self._pipe else self._otherwise()
+        return self._power if self._helper else self._otherwise()
 
     def _start(self) -> None:
         from archipelago.merger.xla_spectra import has_same_bits
 
-        context = get_context("spawn")
-        pipe, theirs = context.Pipe()
-        context.Process(target=_serve, args=(theirs, self._platform), name="spectra", daemon=True).start()
-        theirs.close()
         try:
-            if has_same_bits(partial(_answer, pipe), f"JAX on {self._platform}"):
-                self._pipe = pipe
+            helper = _Helper(self._platform)
+            if has_same_bits(helper.changed, f"JAX on {self._platform}"):
+                self._helper = helper
         except (OSError, EOFError, RuntimeError) as error:
             self._lose(error)
 
     def _power(self, x_SC: Matrix, exponent: float) -> Matrix:
         with self._lock:
             try:
-                if self._pipe:
-                    return _answer(self._pipe, x_SC, exponent)
+                if self._helper:
+                    return self._helper.changed(x_SC, exponent)
             except (OSError, EOFError, RuntimeError) as error:
                 self._lose(error)
         otherwise = self._otherwise()
@@ -78,23 +77,42 @@ class Accelerator:
     def _lose(self, error: Exception) -> None:
         what = "the process for spectra on %s failed (%s), so this processor changes them"
         log.warning(what, self._platform, str(error) or "it has ended")
-        self._pipe = None
+        self._helper = None
 
 
-def _answer(pipe: Connection, x_SC: Matrix, exponent: float) -> Matrix:
-    """Return what the process computes.
+class _Helper:
+    """The process. A matrix lies in memory that both share, because a pipe takes ten times as long to carry it."""
 
-    Raises:
-        OSError, EOFError: It has ended.
-        RuntimeError: It cannot do this, or does not answer.
-    """
-    pipe.send((x_SC, exponent))
-    if not pipe.poll(PATIENCE_SECONDS):
-        raise RuntimeError(f"no answer within {PATIENCE_SECONDS:.0f} s")
-    found = pipe.recv()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return np.asarray(found)
+    def __init__(self, platform: str) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, platform), name="spectra", daemon=True)
+        self._process.start()
+        theirs.close()
+        self._shared: mmap | None = None
+
+    def changed(self, x_SC: Matrix, exponent: float) -> Matrix:
+        """Return what the process computes.
+
+        Raises:
+            OSError, EOFError: It has ended.
+            RuntimeError: It cannot do this, or does not answer.
+        """
+        if self._shared is None or len(self._shared) < x_SC.nbytes:
+            file = os.memfd_create("spectra")
+            os.ftruncate(file, x_SC.nbytes)
+            self._shared = mmap(file, x_SC.nbytes)
+            self._pipe.send(x_SC.nbytes)
+            send_handle(self._pipe, file, self._process.pid)
+            os.close(file)
+        shared_SC = np.frombuffer(self._shared, np.float32, x_SC.size).reshape(x_SC.shape)
+        shared_SC[:] = x_SC
+        self._pipe.send((x_SC.shape, exponent))
+        if not self._pipe.poll(PATIENCE_SECONDS):
+            raise RuntimeError(f"no answer within {PATIENCE_SECONDS:.0f} s")
+        if fault := self._pipe.recv():
+            raise RuntimeError(fault)
+        return shared_SC.copy()
 
 
 def _serve(pipe: Connection, platform: str) -> None:
@@ -103,14 +121,21 @@ def _serve(pipe: Connection, platform: str) -> None:
     os.environ |= {
         "JAX_PLATFORMS": platform,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY_SHARE,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY_SHARE}",
     }
     power: Power | None = None
+    shared: mmap | None = None
     while True:
         try:
-            x_SC, exponent = pipe.recv()
+            asked = pipe.recv()
+            if isinstance(asked, int):
+                file = recv_handle(pipe)
+                shared = mmap(file, asked)
+                os.close(file)
+                continue
         except (EOFError, OSError):
             return
+        shape, exponent = asked
         try:
             if power is None:
                 import jax
@@ -118,6 +143,9 @@ def _serve(pipe: Connection, platform: str) -> None:
                 from archipelago.merger.xla_spectra import on_device
 
                 power = on_device(jax.local_devices()[0])
-            pipe.send(power(x_SC, exponent))
+            assert shared is not None  # noqa: S101
+            shared_SC = np.frombuffer(shared, np.float32, math.prod(shape)).reshape(shape)
+            shared_SC[:] = power(shared_SC, exponent)
+            pipe.send("")
         except Exception as error:  # noqa: BLE001 - of JAX or its plugin; the merger goes on without
             pipe.send(f"{type(error).__name__}: {error}"[:500])
