@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.merger.spectra import BITS, EXPONENT_MIN, Array, Matrix, Power, Products, State, powered
+from archipelago.merger.spectra import BITS, EXPONENT_MIN, Array, Matrix, Power, Products, State, operations, powered
 
 log = logging.getLogger(__name__)
 #: An int32 holds the sum of twice as many products of two int8.
@@ -83,16 +83,34 @@ def on_device(device: jax.Device) -> Power:
     return power
 
 
-def fastest() -> Power | None:
-    """Return XLA's way to change spectra on the processor, or None where numpy is faster or has other bits."""
+class Trial(NamedTuple):
+    """How XLA and numpy change a trial matrix on this machine's processor.
+
+    Attributes:
+        power: XLA's way, or None where numpy is faster or has other bits.
+        has_same_bits: Whether XLA has numpy's bits.
+        rate: The operations a second of one thread, by the better way.
+    """
+
+    power: Power | None
+    has_same_bits: bool
+    rate: float
+
+
+def trial() -> Trial:
+    """Return how this machine's processor changes spectra. It is tried once."""
     with _ONE_TRIAL:  # threads need it at the same time
-        return _fastest()
+        return _tried()
 
 
 @cache
-def _fastest() -> Power | None:
+def _tried() -> Trial:
     by_xla = on_device(jax.local_devices(backend="cpu")[0])
-    return by_xla if has_same_bits(by_xla, "XLA") and is_faster(by_xla, "XLA") else None
+    has_bits = has_same_bits(by_xla, "XLA")
+    seconds, of_numpy = compared(by_xla, "XLA")
+    is_better = has_bits and seconds < of_numpy
+    rate = operations(_TRIAL, 0.0) / (seconds if is_better else of_numpy)
+    return Trial(by_xla if is_better else None, has_bits, rate)
 
 
 def has_same_bits(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> bool:
@@ -106,12 +124,15 @@ def has_same_bits(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) 
     return True
 
 
-def is_faster(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> bool:
-    """Return whether it takes less time than numpy for a trial matrix. It has changed one before."""
-    ways = partial(powered, products=Products()), candidate
-    own, others = (min(_seconds(partial(way, _trial(shape), 0.0)) for _ in range(_TRIALS)) for way in ways)
-    log.info("spectra of a %d × %d matrix take %s %.0f ms, and numpy %.0f ms", *shape, name, 1e3 * others, 1e3 * own)
-    return others < own
+def compared(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> tuple[float, float]:
+    """Return the processor seconds that it takes for a trial matrix, and those of numpy. It has changed one before.
+
+    XLA shares a matrix among its threads, and numpy has one for each matrix, so elapsed time would favour XLA.
+    """
+    ways = candidate, partial(powered, products=Products())
+    theirs, own = (min(_seconds(partial(way, _trial(shape), 0.0)) for _ in range(_TRIALS)) for way in ways)
+    log.info("spectra of a %d × %d matrix take %s %.0f ms, and numpy %.0f ms", *shape, name, 1e3 * theirs, 1e3 * own)
+    return theirs, own
 
 
 def _trial(shape: tuple[int, int]) -> Matrix:
@@ -120,6 +141,6 @@ def _trial(shape: tuple[int, int]) -> Matrix:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     run()
-    return time.perf_counter() - began
+    return time.process_time() - began
