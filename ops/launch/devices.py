@@ -66,7 +66,7 @@ def accelerators(environ: Mapping[str, str] = os.environ) -> Accelerators | None
     return Accelerators(platform, names if len(names) == count else tuple(map(str, range(count))), kind)
 
 
-def memory_share(processes: int) -> dict[str, str]:
+def memory_share(processes: int, together: float = MEMORY_SHARE) -> dict[str, str]:
     """Return the variables that give each of several processes on one accelerator its share of the memory.
 
     JAX takes the memory at once if there is one process, and as it needs it otherwise. Variables that the user has set
@@ -74,18 +74,19 @@ def memory_share(processes: int) -> dict[str, str]:
     """
     share = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if processes == 1 else "false",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY_SHARE / processes:.3f}",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{together / processes:.3f}",
     }
     return {name: value for name, value in share.items() if name not in os.environ}
 
 
 @dataclass(frozen=True)
 class DeviceShares:
-    """The accelerators of this machine, and the names of those that each island gets."""
+    """The accelerators of this machine, the names of those that each island gets, and the memory that all take."""
 
     found: Accelerators
     names: tuple[tuple[str, ...], ...]
     standbys: int = 0
+    memory: float = MEMORY_SHARE
 
     def environment(self, number: int) -> dict[str, str]:
         """Return the variables that show an island its own accelerators only, and its share of their memory."""
@@ -94,7 +95,8 @@ class DeviceShares:
         if self.found.platform == "tpu":
             return {**shown, "TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(names)]}
         users = [*range(len(self.names)), *range(self.standbys)]
-        return {**shown, **memory_share(sum(self.names[user % len(self.names)] == names for user in users))}
+        processes = sum(self.names[user % len(self.names)] == names for user in users)
+        return {**shown, **memory_share(processes, self.memory)}
 
     def describe(self, island_names: Sequence[str]) -> list[str]:
         """Return one line for each island, and one for those that are not used."""

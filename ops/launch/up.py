@@ -6,7 +6,7 @@ import shlex
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -26,9 +26,10 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import Transport
 from archipelago.islands.mesh import parsed
+from archipelago.merger.accelerator import MEMORY_SHARE as SPECTRA_SHARE
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
-from archipelago.ops.launch.devices import DeviceShares, accelerators, shared_out
+from archipelago.ops.launch.devices import MEMORY_SHARE, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, text_of, trainable
 from archipelago.ops.launch.local_run import LocalRun
@@ -68,6 +69,8 @@ class UpOptions(WorkerOptions):
     """Let several islands use one accelerator. Otherwise each island gets accelerators of its own."""
     shards: int = 1
     """How many shards a new run has. One process serves all of them (docs/guide/scaling.md#shards)."""
+    spectra: Literal["cpu", "gpu"] = "cpu"
+    """Where the merger changes spectra of matrices: on its cores, or on the first GPU, of which it takes a tenth."""
     standbys: int = 0
     """The processes that have loaded and compiled everything and replace an island that dies."""
     folder: Path = Path("runs")
@@ -195,7 +198,11 @@ def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
     if found is not None and not is_given("--islands"):
         options = replace(options, islands=min(options.islands, len(found.names)))
+    if options.spectra == "gpu" and (found is None or found.platform == "tpu"):
+        raise ConfigError("--spectra gpu finds no GPU on this machine", "Leave it out.", code="up.devices")
     shares = shared_out(found, options.islands, options.standbys, may_share=options.share_devices, mesh=mesh)
+    if shares and options.spectra == "gpu":
+        shares = replace(shares, memory=MEMORY_SHARE - SPECTRA_SHARE)
     return options, shares
 
 

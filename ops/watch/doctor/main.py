@@ -226,14 +226,16 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     found = [
         doctor_site.machine(available_here(), footprint(manifest) if manifest else None),
         doctor_site.disk(doctor_site.free_bytes(folder), folder, manifest.parameters if manifest else 0),
-        doctor_site.accelerators(),
+        devices := doctor_site.accelerators(),
     ]
+    steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
+    step_seconds = statistics.median(steps) if steps else math.nan
+    if devices.level != "problem":  # then JAX starts
+        found.append(doctor_site.spectra(manifest, step_seconds))
     if manifest is None:
         return found
     if not manifest.config.has_user_loops:  # users' loops bring their own data
         found.append(doctor_site.corpus(manifest.corpus))
-    steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
-    step_seconds = statistics.median(steps) if steps else math.nan
     if server.round_trip_seconds:
         found.append(doctor_site.sync(server.link, server.round_trip_seconds, manifest, step_seconds))
     return found

@@ -1,6 +1,6 @@
 """Judge this machine and its link for `archipelago doctor`: what an island here would have, and need.
 
-Only `accelerators` loads JAX.
+Only `accelerators` and `spectra` load JAX.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from archipelago.broker.codecs import codec
@@ -19,6 +20,7 @@ from archipelago.broker.footprint import Footprint
 from archipelago.broker.machine import install_hint, usable_cores
 from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.redis.checkup import Bandwidth
+from archipelago.ops.simulation.cycle import spectra_load
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import seconds_text, size
 
@@ -114,6 +116,42 @@ def accelerators() -> Finding:
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
     each = f" with {size(limit)} each" if limit else ""
     return ok("devices", f"JAX finds {found}{each}. An island uses all of them, unless --mesh says otherwise.")
+
+
+def spectra(manifest: Manifest | None, step_seconds: float) -> Finding:
+    """Try how a merger here changes spectra of matrices, and predict whether it keeps up with the run.
+
+    Args:
+        manifest: The run; None if no run is known.
+        step_seconds: The time of an inner step; NaN if it is unknown.
+    """
+    import jax
+
+    from archipelago.merger.spectra import default_threads
+    from archipelago.merger.xla_spectra import has_same_bits, on_device, trial
+
+    found, threads = trial(), default_threads()
+    what = f"A merger here changes spectra by {'XLA' if found.power else 'numpy'}, {found.rate / 1e9:.0f} GFLOP/s a "
+    what += f"thread, on {threads} thread{'s' * (threads != 1)} (--threads)."
+    device = jax.local_devices()[0]
+    ways = {"XLA": found.has_same_bits}
+    if device.platform == "gpu":
+        with suppress(RuntimeError):  # islands may have all of its memory
+            ways["--spectra gpu"] = has_same_bits(on_device(device), device.device_kind)
+    for name, is_same in ways.items():
+        what += f" {name} has {'the same bits' if is_same else 'OTHER BITS'}{' as numpy' if name == 'XLA' else ''}."
+    if not all(ways.values()):
+        return warning("spectra.bits", what, "Numpy computes them, so nothing goes wrong. Please report it.")
+    if manifest is None:
+        return ok("spectra", what)
+    interval = step_seconds * manifest.config.sync.interval
+    load = spectra_load(manifest.tensors, manifest.config.merge, threads, threads * found.rate, interval)
+    if not load.operations:
+        return ok("spectra", "The merge rules of the run change no spectra.")
+    if math.isnan(interval):
+        return ok("spectra", f"{what} Those of a cycle of the run take {seconds_text(load.seconds)}.")
+    what += f" In this run, {load.describe()}."
+    return ok("spectra", what) if load.fits else warning("spectra.slow", what, load.remedy)
 
 
 # -- the link ----------------------------------------------------------------------------------------------------------

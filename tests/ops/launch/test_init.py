@@ -165,12 +165,13 @@ def session_of(options: UpOptions, shares: DeviceShares | None = None) -> LocalR
 
 
 def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
-    made = session_of(UpOptions(islands=2, metrics_port=9310, log_json=True, tensorboard=False))
+    made = session_of(UpOptions(islands=2, metrics_port=9310, log_json=True, tensorboard=False, spectra="gpu"))
     found = {child.name: list(child.argv) for child in (made.merger, *made.islands)}
     for given in found.values():
         assert {"--no-tensorboard", "--log-json"} <= set(given)
     ports = {name: given[given.index("--metrics-port") + 1] for name, given in found.items()}
     assert ports == {"merger": "9310", "island-0": "9311", "island-1": "9312"}
+    assert [name for name, given in found.items() if "--spectra" in given and "gpu" in given] == ["merger"]
 
 
 # -- devices of islands -----------------------------------------------------------------------------------------------
@@ -214,6 +215,18 @@ def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pyt
     for found, islands in ((None, 3), (Accelerators("cuda", ("0",), "H100"), 1), (FOUR, 3)):
         monkeypatch.setattr(up, "accelerators", lambda found=found: found)
         assert up._with_devices(UpOptions())[0].islands == islands
+
+
+def test_spectra_on_a_gpu_take_a_tenth_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = UpOptions(islands=2, spectra="gpu")
+    for found in (None, TPU):
+        monkeypatch.setattr(up, "accelerators", lambda found=found: found)
+        with failing(code="up.devices"):
+            up._with_devices(wanted)
+    monkeypatch.setattr(up, "accelerators", lambda: FOUR)
+    shares = up._with_devices(wanted)[1]
+    assert shares is not None
+    assert shares.environment(0)["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.800"
 
 
 def test_chips_of_a_tpu_belong_to_one_process_and_a_mesh_must_fit_into_a_share() -> None:

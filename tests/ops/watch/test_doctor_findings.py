@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
+from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.footprint import Footprint
 from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced
 from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, ServerFacts
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
+from archipelago.merger import xla_spectra
 from archipelago.ops.watch.doctor import checks
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding
@@ -166,6 +169,27 @@ def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
         assert doctor_site.machine(8 << 30, Footprint(need, 0, 0)).level == level
     assert doctor_site.free_bytes(tmp_path / "not" / "there" / "yet") > 0
     assert doctor_site.accelerators().level == "ok"
+
+
+def test_a_merger_here_keeps_up_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the run would have to take 0.2 s on two threads of 30 GFLOP/s."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(xla_spectra, "trial", lambda: xla_spectra.Trial(None, True, 30e9))
+    tensors = (Tensor("a", (1024, 2048)), Tensor("b", (1024, 4096)))
+
+    def judged(step_seconds: float, config: RunConfig = SENDING) -> Finding:
+        run = Manifest("sample", config, tensors, balanced(tensors, 2), NO_CORPUS, {})
+        return doctor_site.spectra(run, step_seconds)
+
+    assert judged(0.2).level == "ok"
+    assert "30 GFLOP/s" in judged(0.2).what
+    assert (slow := judged(0.05)).code == "spectra.slow"
+    assert "--threads" in slow.remedy
+    assert judged(math.nan).level == "ok"
+    assert judged(0.05, RunConfig(merge=MergeConfig(embedding="rda", rest="rda"))).level == "ok"
+    assert doctor_site.spectra(None, math.nan).level == "ok"
+    monkeypatch.setattr(xla_spectra, "trial", lambda: xla_spectra.Trial(None, False, 30e9))
+    assert judged(0.2).code == "spectra.bits"
 
 
 def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> None:
