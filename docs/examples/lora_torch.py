@@ -32,4 +32,5 @@ with pytorch.join(None, "mine", model, optimizer, island=sys.argv[1]) as run:
         optimizer.step()
         run.sync(tokens=batch.numel(), loss=loss)
 print(f"{run.island} ends at step {run.step}")
+run.final()  # the model has the run's adapters from here on
 model.save_pretrained(f"adapter-{run.island}", save_embedding_layers=False)

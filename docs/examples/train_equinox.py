@@ -42,5 +42,6 @@ with join(None, "mine", params, state=lambda: opt_state, island=sys.argv[1]) as 
         batch = own_data.choice(train, 64)
         params, opt_state, loss = train_step(params, opt_state, images[batch], labels[batch])
         params = run.sync(params, tokens=len(batch), loss=loss)
+params = run.final()  # the run's own, not this island's
 right = (logits_of(params, images[1500:]).argmax(axis=1) == labels[1500:]).mean()
 print(f"{run.island} ends at step {run.step} with {right:.0%} of the test images right")

@@ -114,6 +114,7 @@ class TorchRun(Session):
         self._parameters, self._state = given.parts()
         self._llama_config = _llama_config(given.model) if given.names is llama.from_llama else None
         self._gives_state = self._state is not None
+        self._replica: TorchReplica | None = None
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
         """Sync after `optimizer.step()`. It changes the model's parameters in place, and never waits for the run.
@@ -143,11 +144,17 @@ class TorchRun(Session):
         if self._llama_config is not None:
             llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.note_frozen()
-        replica = self._new_replica(manifest)
+        self._replica = replica = self._new_replica(manifest)
         if self._state is not None:
             self._state.rehearse()
         replica.begin(self._parameters.named(), vectors)
         return replica
+
+    def _begin_again(self, vectors: Sequence[Vector]) -> None:
+        assert self._replica is not None  # noqa: S101 - the script has joined
+        self._replica.references.clear()
+        self._replica.begin(self._parameters.named(), vectors)
+        self._replica.references.clear()  # nothing is measured any more
 
     def _host(self, clock: Callable[[], float]) -> Host:
         return torch_host(self._parameters.device, clock)

@@ -102,6 +102,10 @@ class Leader(Leading, TorchRun):
         team.share_manifest(manifest)
         return _replica(manifest, self._parameters, team)
 
+    def _begin_again(self, vectors: Sequence[Vector]) -> None:
+        self._team.tell(Work.BEGIN)
+        super()._begin_again(vectors)
+
     def _state_copies(self) -> Sequence[Any] | None:
         if self._team.mesh is None:
             return super()._state_copies()
@@ -136,6 +140,9 @@ class Follower(Following):
             if state is not None:
                 state.rehearse()  # with the leader, because a step of the optimiser may need all processes
             self._replica.begin(self._parameters.named(), [None] * len(manifest.fragments))
+        elif said.work == Work.BEGIN and replica is not None:
+            replica.begin(self._parameters.named(), [None] * len(replica.layout))
+            replica.references.clear()
         elif said.work == Work.MEASURE and replica is not None:
             replica.measure(said.about, self._parameters.named())
         elif said.work == Work.ADOPT and replica is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from archipelago.broker.errors import ConfigError
+
 #: Why a script is to stop training. The processes of one island tell each other the number of the reason.
 REASONS = (
     "",  #: it goes on
@@ -66,6 +68,16 @@ class Joined(ABC):
     def steps(self) -> int:
         """The length of the run in steps, which an operator can change."""
         return self._clock().steps
+
+    def _require_over(self) -> None:
+        """Raise ConfigError (`loop.left`) while there is no end of the run to wait for."""
+        if not self.reason:
+            is_training = bool(self.steps)
+            raise ConfigError(
+                f"this island {'still trains in' if is_training else 'has not joined'} the run {self._run!r}",
+                "Call `final` once `run.finished` is true, or after the `with`. `run.leave()` leaves earlier.",
+                code="loop.left",
+            )
 
     def __repr__(self) -> str:
         clock = self._clock()

@@ -92,7 +92,7 @@ def frozen_fault(loop: Participant) -> ConfigError | None:
     return None
 
 
-def leave_cleanly(loop: Participant) -> str:
+def leave_cleanly(loop: Participant, *, awaits_merge: bool = True) -> str:
     """Send all progress and leave, and say in the log why, and what was lost.
 
     Parameters that went into a later step are not there any more.
@@ -107,7 +107,7 @@ def leave_cleanly(loop: Participant) -> str:
         log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
         give_up(loop, *leave_reason(loop))
         state = "left"
-    elif not leave(loop, state):
+    elif not leave(loop, state, awaits_merge=awaits_merge):
         log.warning("the broker did not take %s contributions", loop.link.backlog)
     if loop.link.heartbeats.is_replaced:
         state = "replaced"
@@ -115,12 +115,14 @@ def leave_cleanly(loop: Participant) -> str:
     return state
 
 
-def leave(loop: Participant, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
+def leave(
+    loop: Participant, state: str = "left", flush_seconds: float = FLUSH_SECONDS, *, awaits_merge: bool = True
+) -> bool:
     """Send all progress and announce the departure. Return whether the broker received everything.
 
     At the end of the run, it first waits for a while until its last contributions are merged, so that the run's
-    parameters have them when a script goes on. An island whose name was taken over only writes a note, because its
-    heartbeats are those of another process.
+    parameters have them when a script goes on; not if the script then waits for all islands (`final`). An island whose
+    name was taken over only writes a note, because its heartbeats are those of another process.
     """
     is_replaced, is_sent = loop.link.heartbeats.is_replaced, True
     if not is_replaced:
@@ -129,14 +131,14 @@ def leave(loop: Participant, state: str = "left", flush_seconds: float = FLUSH_S
             loop.send(number, farewell=True)
         is_sent = loop.link.drain(flush_seconds)
         if is_sent and loop.finished:
-            _await_merge(loop, min(MERGED_SECONDS, flush_seconds))
+            _await_merge(loop, min(MERGED_SECONDS, flush_seconds) if awaits_merge else None)
     last_state, seconds = "left" if is_replaced else state, min(FAREWELL_SECONDS, flush_seconds)
     return give_up(loop, *leave_reason(loop), last_state, seconds) and is_sent
 
 
-def _await_merge(loop: Participant, seconds: float) -> None:
-    """Wait for the merger, and say what the run's parameters lack."""
-    if left := loop.link.await_decisions(seconds):
+def _await_merge(loop: Participant, seconds: float | None) -> None:
+    """Wait for the merger unless `seconds` is None, and say what the run's parameters lack."""
+    if seconds is not None and (left := loop.link.await_decisions(seconds)):
         log.warning(
             "the last %s contributions of this island are not merged yet, so the run's parameters lack them. Redis "
             "keeps them for its merger", left, extra={"code": "island.not-merged"},

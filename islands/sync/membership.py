@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.control import require_welcome
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, require_number
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import Patience
@@ -25,8 +28,10 @@ from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.arguments import checked_counts, require_loss
 from archipelago.islands.sync.clock import Clock, Joined
+from archipelago.islands.sync.connection.checks import require_same_run
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.final import final_vectors
 from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly, reason_to_leave
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer, OwnStore
@@ -220,7 +225,31 @@ class Membership(Joined):
         """
         self._leave(None)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _final(self, timeout: float, pause: Callable[[float], None] = time.sleep) -> list[Vector]:
+        """Leave the run, and return its parameters at its end, as `final_vectors` says.
+
+        Raises:
+            ConfigError: The island still trains (`loop.left`), or another run has the name (`island.other-run`).
+            BrokerError: The end is not merged in time (`island.not-merged`), or Redis is away.
+        """
+        self._require_over()
+        require_number("`timeout`", timeout, "Give a number of seconds, such as 60.")
+        deadline = time.monotonic() + timeout
+        self._leave(None, awaits_merge=False)
+        assert self._loop is not None  # noqa: S101 - it has joined
+        manifest, channels = self._loop.manifest, self._loop.link.channels
+        sent = {channel.shard: channel.outbox.undecided_entries() for channel in channels}
+        is_over = self._ended == "completed"
+
+        def read() -> list[Vector]:
+            with closing(self._connect()) as transport:
+                require_same_run(transport.reader, manifest)
+                run = whole(transport, manifest)
+                return final_vectors(run, manifest, sent, is_over=is_over, deadline=deadline, pause=pause)
+
+        return Patience(timeout, lambda: False, pause=pause)(read)
+
+    def _leave(self, error: BaseException | None, *, awaits_merge: bool = True) -> None:
         if self._ended or self._loop is None:
             return
         loop, reason = self._loop, self.reason
@@ -236,7 +265,7 @@ class Membership(Joined):
             elif (changed := frozen_fault(loop)) is not None:
                 leave_after(loop, changed)
             else:
-                self._end(leave_cleanly(loop))
+                self._end(leave_cleanly(loop, awaits_merge=awaits_merge))
         finally:
             self._close()
         if error is None and changed is not None:

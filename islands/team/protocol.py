@@ -35,6 +35,7 @@ class Work(IntEnum):
     TAKE_STATE = 8  #: replace the optimiser's state by the leader's
     GIVE_TENSOR = 9  #: gather a tensor in the leader
     WARM_UP = 10  #: compile what syncs run
+    WAIT = 11  #: nothing, while the leader waits for the end of the run
 
 
 class Said(NamedTuple):

@@ -6,6 +6,7 @@ What they say to each other is in `protocol`. A framework adds what the processe
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,11 +14,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.sync.clock import REASONS, Clock, Joined
 from archipelago.islands.sync.evaluator import checked_loss
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
-from archipelago.islands.team.protocol import Said, Team, leader_left
+from archipelago.islands.team.protocol import Said, Team, Work, leader_left
 from archipelago.islands.user_loop.session import Session
 
 log = logging.getLogger(__name__)
@@ -112,21 +114,40 @@ class Leading(Session):
         """Return what the others were told, because all processes must take the same turn."""
         return told(self._said, self._ended)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None, *, awaits_merge: bool = True) -> None:
         """Leave the run. If all processes measure, they do so without an error only, and send the newest progress."""
         if self._ended or self._loop is None:
             return
         if not self._team.leaves_together:
-            super()._leave(error)
+            super()._leave(error, awaits_merge=awaits_merge)
         elif error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
             is_ours = isinstance(error, Exception)
             super()._leave(error if is_ours else RuntimeError(f"stopped by {type(error).__name__}"))
         else:
             try:
-                super()._leave(error)
+                super()._leave(error, awaits_merge=awaits_merge)
             finally:
                 with suppress(*GONE):
                     self._team.exchange(Said(finished=True))
+
+    def final(self, timeout: float = 60.0) -> Any:
+        """Take the run's own parameters together with the others."""
+        self._require_over()
+        try:
+            found = super().final(timeout)
+        except BaseException:
+            with suppress(*GONE):
+                self._team.exchange(Said(has_left=1))
+            raise
+        self._team.exchange(Said(finished=True))
+        return found
+
+    def _final(self, timeout: float, pause: Callable[[float], None] = time.sleep) -> list[Vector]:
+        def wait(seconds: float) -> None:  # what the others wait for must not take long
+            pause(seconds)
+            self._team.tell(Work.WAIT)
+
+        return super()._final(timeout, wait)
 
 
 class Following(Joined):
@@ -134,7 +155,7 @@ class Following(Joined):
 
     def __init__(self, run: str, island: str | None, new_team: NewTeam) -> None:
         self._run, self._island, self._new_team = run, island or "", new_team
-        self._team: Any = None  # while this process is in the run
+        self._team: Any = None
         self._said = Said()
         self._stop = StopSignal()
         self.optimizer_origin, self._ended = "fresh", ""
@@ -162,17 +183,18 @@ class Following(Joined):
             if error is None or isinstance(error, StoppedBySignal):
                 self.leave()
         finally:
-            self._team, self._ended = None, self._ended or "left"
+            self._ended = self._ended or "left"
             self._stop.release()
 
     def leave(self) -> None:
         """Follow the leader no longer. If all processes measure, send the newest progress together with it first."""
+        if self._ended or self._team is None:
+            return
         self._ended = self.reason or "left"
-        team, self._team = self._team, None
-        if team is None or not team.leaves_together:
+        if not self._team.leaves_together:
             return
         try:
-            team.hear(partial(self._do, team))
+            self._team.hear(partial(self._do, self._team))
         except GONE as error:
             log.warning("the leader of this island is gone: %s", error)
 
@@ -186,7 +208,7 @@ class Following(Joined):
         Raises:
             ConfigError: The leader has left (`loop.leader-left`), or this process has (`loop.left`).
         """
-        if self._team is None:
+        if self._team is None or self._ended:
             raise ConfigError(
                 "this process has not joined the run, or has left it",
                 "Call `sync` inside of `with join(...) as run:`.",
@@ -194,6 +216,18 @@ class Following(Joined):
             )
         self._hear()
         self._stop.require_heard(bool(self._said.stopping))
+
+    def final(self, timeout: float = 60.0) -> Any:
+        """Leave, and take the run's own parameters with the leader, which waits for them.
+
+        Raises:
+            ConfigError: The island still trains (`loop.left`), or the leader has failed (`loop.leader-left`).
+        """
+        self._require_over()
+        self.leave()
+        if self._team.hear(partial(self._do, self._team)).has_left:
+            raise leader_left()
+        return getattr(self, "params", None)
 
     def _hear(self) -> None:
         """Do what the leader says, until its turn ends. Raises ConfigError (`loop.leader-left`)."""

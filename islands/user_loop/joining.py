@@ -184,6 +184,11 @@ class JoinedRun(Session):
             self.state = self._state.newest()
         return self._replica
 
+    def _begin_again(self, vectors: Sequence[Vector]) -> None:
+        assert self._replica is not None  # noqa: S101 - the script has joined
+        self._parameters.start(self._replica.begin(list(vectors)))
+        self._replica.references.clear()  # nothing is measured any more
+
     def _host(self, clock: Callable[[], float]) -> Host:
         return jax_host(clock)
 

@@ -142,7 +142,7 @@ class Follower(Following):
             SpreadLeaves(team, parameters.layout, parameters.tree).give_nth(said.about)
         elif said.work == Work.BEGIN and replica is not None:
             parameters.start(replica.begin())
-            if self._newest_state is not None:
+            if self._newest_state is not None and self._state is None:
                 self._state = TeamState(team, self._newest_state)
                 self.state = self._state.newest()
         elif said.work == Work.TAKE_STATE and state is not None:

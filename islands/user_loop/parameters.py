@@ -37,6 +37,7 @@ class TreeParameters:
         self._chooses = trained is not None
         self._structure = layout.structure
         self._leaves: list[Any] | None = None
+        self._has_begun = False
         self._named: dict[str, Any] | None = None
         self._frozen: FrozenLeaves | None = None
 
@@ -53,8 +54,12 @@ class TreeParameters:
             self._frozen.require_same()
 
     def start(self, named: Mapping[str, Any]) -> None:
-        """Begin with these arrays and the island's own leaves."""
-        own = self.layout.own
+        """Begin with these arrays and the island's own leaves. A second time, those of the newest tree stay."""
+        if self._has_begun:
+            self.named()
+            self.replace(named)
+            return
+        self._has_begun, own = True, self.layout.own
         self._structure, self._leaves = self.layout.structure, [own.get(name) for name in self.layout.names]
         self.replace(named)
         if self.layout.frozen:

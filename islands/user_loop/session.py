@@ -65,6 +65,10 @@ class Session(Membership):
         """Place the run's parameters, one vector for each fragment, and return the replica."""
 
     @abstractmethod
+    def _begin_again(self, vectors: Sequence[Vector]) -> None:
+        """Take the run's parameters, one vector for each fragment, once the island has left."""
+
+    @abstractmethod
     def _host(self, clock: Callable[[], float]) -> Host:
         """Return what the island says about its machine."""
 
@@ -99,6 +103,27 @@ class Session(Membership):
         if self._evaluator is not None:
             self._evaluator.stop()
         super()._close()
+
+    def final(self, timeout: float = 60.0) -> Any:
+        """Leave the run, wait until its last rounds are merged, and take the run's own parameters.
+
+        All islands get the same. If the run goes on when this island leaves, they are the newest, once this island's
+        own contributions are merged. Call it when `finished` is true, in the `with` or after it; with several
+        processes, in all of them.
+
+        Args:
+            timeout: How many seconds to wait.
+
+        Returns:
+            The parameters in JAX. None in PyTorch, where the model has them.
+
+        Raises:
+            ConfigError: This island still trains (`loop.left`), or another run has the name (`island.other-run`).
+            BrokerError: The last rounds are not merged in time, as without a merger (`island.not-merged`), or Redis is
+                away. A later call may succeed.
+        """
+        self._begin_again(self._final(timeout))
+        return getattr(self, "params", None)
 
     # -- joining ------------------------------------------------------------------------------------------------------
 

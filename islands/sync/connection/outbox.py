@@ -123,6 +123,11 @@ class Outbox:
         with self._lock:
             return queued | {sent.contribution.round for sent in self._undecided()}
 
+    def undecided_entries(self) -> list[str]:
+        """Return the stream entries of the contributions that the merger has neither merged nor refused yet."""
+        with self._lock:
+            return [sent.entry for sent in self._undecided() if sent.entry not in ("", LOST)]
+
     def _undecided(self) -> list[Sent]:
         return [sent for sent in self._sent.values() if sent.merged_in is None]
 

@@ -19,9 +19,9 @@ from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import start_server
 from tests import pytorch
 from tests.conftest import Until
-from tests.islands.user_loop.any_framework import served
+from tests.islands.user_loop.any_framework import Values, merged_by, served
 
-pytorch.required()
+torch = pytorch.required()
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -41,6 +41,11 @@ class Played:
     found: list[dict[str, Any]]
     counters: Counters = field(default_factory=Counters)
     beats: Sequence[Presence] = ()
+    merged: Values = field(default_factory=dict)
+
+    def sums(self, dtype: Any) -> list[float]:
+        """Return the sum of each of the run's tensors in a dtype, in the order of the module."""
+        return [float(torch.from_numpy(values).to(dtype).double().sum()) for values in self.merged.values()]
 
     @property
     def islands(self) -> set[str]:
@@ -63,10 +68,10 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
         def merged(scenario: str, least: int) -> Played:
             reader = connect(server.url, scenario).reader
             until(lambda: reader.uid() or process.poll() is not None, f"the run {scenario}")
-            with served(server.url, scenario):
+            with served(server.url, scenario) as merger:
                 said = found(scenario)
                 until(lambda: reader.counters().merged >= least, f"the contributions of {scenario}")
-            return Played(said, reader.counters(), reader.presences())
+            return Played(said, reader.counters(), reader.presences(), merged_by(merger))
 
         try:
             out = {
@@ -103,6 +108,7 @@ def test_data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -
     run = played["replicated"]
     leader, other = run.found
     assert leader == other, "clock, parameters and moments"
+    assert sorted(leader["sums"]) == sorted(run.sums(torch.bfloat16))
     assert (leader["step"][0] >= 120, leader["step"][1]) == (True, "completed")
     assert run.counters.refused == 0
     assert run.islands <= {"both"}
@@ -130,6 +136,7 @@ def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played:
         run = played[scenario]
         (leader, other), (beat,) = run.found, run.beats
         assert leader == other | {"unsent": 0}
+        assert sorted(leader["sums"]) == pytest.approx(sorted(run.sums(torch.float32)), rel=1e-12)
         assert (leader["steps"], leader["status"]) == (31, status)
         assert leader["reason"] == "signalled"
         assert beat.heartbeat.state == "left"

@@ -267,8 +267,10 @@ def stopped(url: str, run_name: str = "stopped", *, heeds: bool = True) -> dict[
                 steps += 1
     except SystemExit as error:
         status = int(error.code or 0)
+    run.final()
     unsent = run._loop.ledger.unsent_tokens if dist.get_rank() == 0 else 0
-    return {"steps": steps, "status": status, "unsent": unsent, "reason": run.reason}
+    return {"steps": steps, "status": status, "unsent": unsent, "reason": run.reason,
+            "sums": weights(model)}  # fmt: skip
 
 
 def deaf(url: str) -> dict[str, Any]:
@@ -331,10 +333,11 @@ def replicated(url: str) -> dict[str, Any]:
             optimizer.step()
             run.sync(tokens=8, loss=loss)
         clock = run.step, run.reason
+    run.final()
     found = {"values": list(model.parameters()), "moments": [each["exp_avg"] for each in optimizer.state.values()]}
     flat = {name: torch.cat([each.detach().float().reshape(-1) for each in found[name]]) for name in found}
     digests = {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
-    return {"step": clock, **digests}
+    return {"step": clock, **digests, "sums": weights(model)}
 
 
 #: The last scenario ends a process.

@@ -126,11 +126,9 @@ def trained(folder: Path, url: str, kind: str) -> dict[str, Any]:
         origins.append(run.optimizer_origin)
         counts = int(run.state[0].count), float(jnp.max(run.state[0].nu["own.bias"]))
         mine.train(run, lambda: run.finished)
-        reason = run.reason
-    awaited(folder / f"{kind}.left")
-    with mine.join(url, kind, "last") as run:
-        final = {name: np.asarray(gathered(leaf), np.float32).tolist() for name, leaf in run.params.items()}
-        specs = [str(leaf.sharding.spec) for leaf in run.params.values()]
+    params, reason = run.final(), run.reason
+    final = {name: np.asarray(gathered(leaf), np.float32).tolist() for name, leaf in params.items()}
+    specs = [str(leaf.sharding.spec) for leaf in params.values()]
     return {"created": created, "origins": origins, "counts": counts, "losses": mine.losses, "seen": mine.seen,
             "reason": reason, "final": final, "specs": specs}  # fmt: skip
 
