@@ -43,7 +43,7 @@ def final_vectors(
     Raises:
         BrokerError: They are not merged in time (`island.not-merged`).
     """
-    while why := _lacking(transport, manifest, sent, is_over):
+    while why := lacking(transport, manifest, sent, is_over=is_over):
         if time.monotonic() >= deadline:
             run = manifest.run
             raise BrokerError(
@@ -56,7 +56,7 @@ def final_vectors(
     return [newest(transport.reader, manifest, p).params_N for p in range(len(manifest.fragments))]
 
 
-def _lacking(transport: IslandTransport, manifest: Manifest, sent: Mapping[int, Sequence[str]], is_over: bool) -> str:
+def lacking(transport: IslandTransport, manifest: Manifest, sent: Mapping[int, Sequence[str]], *, is_over: bool) -> str:
     """Return what is still awaited, in words; empty if it is nothing."""
     reader = transport.reader
     step = max((head.step for head in reader.heads() if head is not None), default=0)

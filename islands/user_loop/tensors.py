@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.manifest import Manifest, Tensor, TensorKind
 
 #: From the name of a tensor to its kind.
@@ -60,8 +61,19 @@ def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: 
         tensors: The tensors that the island trains.
         frozen: The names of those that it does not train.
     """
-    frozen_here, frozen_there = {*frozen}, {tensor.name for tensor in manifest.frozen}
-    run, own = ({tensor.name: tensor.shape for tensor in each} for each in (manifest.tensors, tensors))
+    require_equal_tensors(f"the run {manifest.run!r}", manifest.tensors, tensors, manifest.frozen, frozen)
+
+
+def require_equal_tensors(
+    whose: str,
+    theirs: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    frozen_theirs: Sequence[FrozenTensor] = (),
+    frozen: Sequence[str] = (),
+) -> None:
+    """Do the same for the tensors of a run or file, which `whose` names."""
+    frozen_here, frozen_there = {*frozen}, {tensor.name for tensor in frozen_theirs}
+    run, own = ({tensor.name: tensor.shape for tensor in each} for each in (theirs, tensors))
     if run == own:
         return
     changed = [
@@ -83,7 +95,7 @@ def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: 
         "tensors", len(run), len(own),
         "All islands of a run train the same model. For another model, create another run.",
         code="loop.other-tensors",
-        what=f"these parameters are not those of the run {manifest.run!r}: {said}",
+        what=f"these parameters are not those of {whose}: {said}",
     )  # fmt: skip
 
 

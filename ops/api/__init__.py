@@ -28,7 +28,9 @@ if TYPE_CHECKING:
         WireError,
     )
     from archipelago.broker.redis.transport import connect
+    from archipelago.islands.sync.listener import Version
     from archipelago.islands.tasks.task import Task
+    from archipelago.islands.user_loop.following import follow
     from archipelago.islands.user_loop.joining import JoinedRun, create, join
 
     __version__: str
@@ -50,10 +52,12 @@ _HOMES = {
     "SyncConfig": _CONFIG,
     "Task": "archipelago.islands.tasks.task",
     "UnreachableError": _ERRORS,
+    "Version": "archipelago.islands.sync.listener",
     "WireConfig": _CONFIG,
     "WireError": _ERRORS,
     "connect": "archipelago.broker.redis.transport",
     "create": "archipelago.islands.user_loop.joining",
+    "follow": "archipelago.islands.user_loop.following",
     "join": "archipelago.islands.user_loop.joining",
 }
 
@@ -71,11 +75,13 @@ __all__ = [
     "SyncConfig",
     "Task",
     "UnreachableError",
+    "Version",
     "WireConfig",
     "WireError",
     "__version__",
     "connect",
     "create",
+    "follow",
     "join",
 ]
 

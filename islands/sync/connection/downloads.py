@@ -30,12 +30,12 @@ class Downloads:
     """Reads fragments of a run or shard, and measures how long that takes.
 
     Attributes:
-        passed: Called with each version of a fragment that was built on the way to a newer one.
+        built: Called with each version of a fragment that was built, the oldest first. Listeners need all of them.
     """
 
     def __init__(self, reader: ReaderClient, manifest: Manifest, uplink: Uplink, clock: Callable[[], float]) -> None:
         self._reader, self._manifest, self._uplink, self._clock = reader, manifest, uplink, clock
-        self.passed: Callable[[Arrival], object] = lambda arrival: None
+        self.built: Callable[[Arrival], object] = lambda arrival: None
 
     def whole(self, p: int) -> Arrival:
         """Download the newest full snapshot of a fragment and the differences after it.
@@ -51,7 +51,7 @@ class Downloads:
         if found.before_N is not None:
             version = found.snapshot.version - 1
             before = replace(found.snapshot, version=version, round=self._manifest.round_of(version, p), step=0)
-            self.passed(Arrival(before, found.before_N))
+            self.built(Arrival(before, found.before_N))
         return Arrival(found.snapshot, found.params_N)
 
     def by_differences(
@@ -74,7 +74,7 @@ class Downloads:
             if arrival is not held:
                 if not goes_on():
                     return None
-                self.passed(arrival)
+                self.built(arrival)
             found = self._after_difference(snapshot, arrival.params_N)
             if found is None:
                 return None

@@ -68,6 +68,8 @@ class Inbox:
         self.downloads = Downloads(self._reader, manifest, uplink, clock)
         #: Brings an arrived fragment to the island's device, in this thread, so that the training thread does not wait.
         self.prepare: Callable[[int, Vector], Any] = lambda p, params_N: params_N
+        #: Called with each fragment whose built versions may not be those of the run, which went back.
+        self.forgotten: Callable[[int], object] = lambda p: None
         self.held: dict[int, Arrival] = {}
         self.step, self.run_steps = 0, manifest.config.inner.steps
         self.unreadable: set[int] = set()
@@ -287,6 +289,7 @@ class Inbox:
         for p in changed:  # they are downloaded in full
             self.held.pop(p, None)
             self._known.pop(p, None)
+            self.forgotten(p)
         self._wanted |= changed
 
     def _is_current(self, p: int, heads: Heads) -> bool:
@@ -356,4 +359,5 @@ class Inbox:
             self.held[p] = arrival
         self._known[p] = (version, snapshot.digest)
         self._announced[p] = {number: s for number, s in self._announced.get(p, {}).items() if number > version}
+        self.downloads.built(arrival)
         return arrival

@@ -51,9 +51,11 @@ class Pumps:
         failure: An error that a retry cannot fix. The island stops on it.
     """
 
-    def __init__(self, pumps: Sequence[Pump], changed: threading.Condition) -> None:
-        """Create pumps that do not run yet; `changed` is notified of a failure."""
-        self._pumps = pumps
+    def __init__(
+        self, pumps: Sequence[Pump], changed: threading.Condition, meanwhile: str = "training continues"
+    ) -> None:
+        """Create pumps that do not run yet; `changed` is notified of a failure. `meanwhile` is for log messages."""
+        self._pumps, self._meanwhile = pumps, meanwhile
         self._changed = changed
         self.failure: Exception | None = None
         self._stopping = threading.Event()
@@ -101,7 +103,7 @@ class Pumps:
             work()
         except (BrokerError, WireError) as error:
             if not self.trouble and not self._stopping.is_set():  # the owner may have closed the connection
-                log.warning("the link is down, training continues: %s", error.what)
+                log.warning("the link is down, %s: %s", self._meanwhile, error.what)
             pump.trouble = error.what[:500]
             pump.refusals = pump.refusals + 1 if error.code == REFUSED else 0
             if pump.refusals >= REFUSALS_MAX:
