@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import has_momentum, merger_parts, redis_parts
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.merger.groups import cycle_operations
+from archipelago.merger.groups import changed_groups, cycle_operations
 from archipelago.ops.watch.formatting import seconds_text
 
 # Processor time on the machine of docs/results/performance.md, with the time for new memory, measured by
@@ -204,6 +204,65 @@ def spectra_load(
     """Predict the spectra of a run. `rate` is the number of operations a second of all threads together."""
     operations = cycle_operations(tensors, config)
     return SpectraLoad(operations, threads, operations / rate, interval_seconds)
+
+
+class SpectraWay(NamedTuple):
+    """What changes the spectra of a merger.
+
+    Attributes:
+        name: Its name in words.
+        rate: Its operations a second.
+        copy_seconds: The time in which an element is copied there and back.
+    """
+
+    name: str
+    rate: float
+    copy_seconds: float = 0.0
+
+
+#: The rates of a thread with AMX and of an H100 were measured with a matrix of 1024 × 4096 (docs/results). Copies are
+#: predicted from 7.5 GB/s between the host and that H100, each way, and four copies in the memory of the host.
+WAYS: Final = (
+    SpectraWay("8 threads", 8 * THREAD_RATE),
+    SpectraWay("64 threads", 64 * THREAD_RATE),
+    SpectraWay("8 threads with AMX", 8 * 150e9),
+    SpectraWay("64 threads with AMX", 64 * 150e9),
+    SpectraWay("an H100 (--spectra gpu)", 46e12, 2.8e-9),
+)
+
+
+@dataclass(frozen=True)
+class KeepingUp:
+    """Whether mergers of one kind keep up with a run.
+
+    Attributes:
+        way: What changes their spectra.
+        seconds: The time that one of them takes for the spectra of a cycle.
+        interval: The smallest H with which the run's mergers keep up.
+        mergers: The mergers, each with shards of its own, that keep up with the planned H.
+    """
+
+    way: str
+    seconds: float
+    interval: int
+    mergers: int
+
+
+def keeping_up(
+    tensors: Sequence[Tensor], config: MergeConfig, mergers: int, interval: int, step_seconds: float
+) -> tuple[KeepingUp, ...]:
+    """Predict which mergers keep up. `mergers` share the work, and each has WAYS of its own."""
+    operations, elements = cycle_operations(tensors, config), sum(g.length for g in changed_groups(tensors, config))
+    seconds = [operations / way.rate + elements * way.copy_seconds for way in WAYS]
+    return tuple(
+        KeepingUp(
+            way=way.name,
+            seconds=each,
+            interval=max(1, math.ceil(each / mergers / SHARE_MAX / step_seconds)),
+            mergers=max(1, math.ceil(each / SHARE_MAX / (interval * step_seconds))),
+        )
+        for way, each in zip(WAYS, seconds, strict=True)
+    )
 
 
 def decoder(parameters: float) -> tuple[Tensor, ...]:

@@ -18,9 +18,11 @@ from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
     THREAD_RATE,
     Cycle,
+    KeepingUp,
     SpectraLoad,
     cycle,
     fitting_cycle,
+    keeping_up,
     spectra_load,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
@@ -155,6 +157,7 @@ class RunPlan:
         fits: Whether the links carry the load.
         seconds: Time of training, with failures.
         spectra: What changing spectra takes, if each shard has a merger on a machine of its own.
+        keeping_up: The same by other mergers.
         cycle: Memory, bytes and time of a cycle, and the number of shards.
         has_room: Whether any number of shards fits into the machines. Otherwise `cycle` is that of one.
     """
@@ -173,6 +176,7 @@ class RunPlan:
     data_parallel_goodput: float
     data_parallel_gbits: float
     spectra: SpectraLoad
+    keeping_up: tuple[KeepingUp, ...]
     cycle: Cycle
     has_room: bool
 
@@ -218,6 +222,7 @@ def plan(options: PlanOptions) -> RunPlan:
         data_parallel_goodput=alone.goodput,
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
         spectra=spectra_load(tensors, options.merge, options.merger_threads, rate, interval_seconds),
+        keeping_up=keeping_up(tensors, options.merge, need_of_cycle.shards, way.interval, step_seconds),
         cycle=need_of_cycle,
         has_room=has_room,
     )

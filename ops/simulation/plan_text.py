@@ -11,7 +11,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.ops.settings import flags
-from archipelago.ops.simulation.cycle import decoder
+from archipelago.ops.simulation.cycle import KeepingUp, decoder
 from archipelago.ops.watch.formatting import seconds_text, size
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         _link_line(options, found),
         _memory_line(found),
         _merger_line(found),
+        *(_keeping_up_line(found, each) for each in found.keeping_up if found.spectra.operations),
         "",
         f"start    archipelago init redis://… --run NAME {settings}",
     ]
@@ -133,6 +134,13 @@ def _merger_line(found: RunPlan) -> str:
         return f"merger   {merging}; {spectra.describe()}{each}"
     return (f"merger   TOO SLOW: {spectra.describe()}{each}; islands would stretch it. {spectra.remedy} "
             f"It {merging}.")  # fmt: skip
+
+
+def _keeping_up_line(found: RunPlan, by: KeepingUp) -> str:
+    shards, keeps = found.cycle.shards, by.interval <= found.way.interval
+    needed = "keeps up" if keeps else f"needs H = {by.interval:,}, or {by.mergers:,} mergers"
+    each = f" in all, {seconds_text(by.seconds / shards)} for each of {shards} mergers" if shards > 1 else ""
+    return f"         {by.way}: {seconds_text(by.seconds)}{each}; {needed}"
 
 
 def count_text(value: float) -> str:

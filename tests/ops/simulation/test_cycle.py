@@ -23,9 +23,11 @@ from archipelago.ops.simulation.cycle import (
     REDIS_BASE,
     SHARE_MAX,
     THREAD_RATE,
+    WAYS,
     cycle,
     decoder,
     fitting_cycle,
+    keeping_up,
     spectra_load,
 )
 from tests.failing import failing
@@ -105,6 +107,18 @@ def test_the_default_limit_lets_eight_threads_serve_124_million_parameters() -> 
     large = build(ModelConfig("1b")).tensors
     assert not spectra_load(large, ISOTROPIC, 8, 8 * THREAD_RATE, 24.0).fits
     assert spectra_load(large, replace(ISOTROPIC, isotropic_side_max=128), 8, 8 * THREAD_RATE, 24.0).fits
+
+
+def test_other_mergers_keep_up_from_some_interval_or_number_on() -> None:
+    found = keeping_up(TENSORS, ISOTROPIC, 1, 24, 1e-6)
+    assert [each.way for each in found] == [way.name for way in WAYS]
+    for each, way in zip(found, WAYS, strict=True):
+        work = cycle_operations(TENSORS, ISOTROPIC) / way.rate + sum(t.size for t in TENSORS) * way.copy_seconds
+        assert each.seconds == pytest.approx(work)
+        (longer,) = (e for e in keeping_up(TENSORS, ISOTROPIC, 1, each.interval, 1e-6) if e.way == each.way)
+        (more,) = (e for e in keeping_up(TENSORS, ISOTROPIC, each.mergers, 24, 1e-6) if e.way == each.way)
+        assert longer.mergers == 1
+        assert more.interval <= 24
 
 
 def test_a_number_of_parameters_stands_for_a_usual_decoder() -> None:
