@@ -12,7 +12,7 @@ from __future__ import annotations
 try:
     import torch as _torch
 except ModuleNotFoundError as _error:
-    raise ImportError('archipelago.pytorch needs PyTorch: pip install "archipelago-train[torch]"') from _error
+    raise ImportError("archipelago.pytorch needs PyTorch: pip install '.[torch]' in a checkout") from _error
 
 from archipelago.islands.models.llama import Place
 from archipelago.islands.models.llama import from_llama as LLAMA  # noqa: N812 - it is used as a table
