@@ -130,7 +130,7 @@ def test_the_reference_lists_all_names() -> None:
 def test_the_patterns_still_match() -> None:
     readme = ROOT / "README.md"
     assert {"docs/dash-light.png", "docs/dash-dark.png"} <= set(links_of(readme))
-    assert "two-commands" in anchors_of(readme)
+    assert "several-machines" in anchors_of(readme)
     assert {("init", ""), ("simulate", "tables"), ("bench", "study")} <= verbs_of(readme)
     assert len(PAGES) >= 8
     assert ["invite", "oslo", "--role", "island", "--run", "first"] in command_lines_of(
