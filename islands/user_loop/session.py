@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from archipelago.broker.codecs import Vector
@@ -13,9 +14,11 @@ from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import Patience, connect_to
 from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.arguments import island_name
+from archipelago.islands.sync.connection.checks import require_same_run
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import Evaluator, checked_loss
@@ -84,16 +87,25 @@ class Session(Membership):
         """Record a held-out loss that the loop has measured itself, at the run's present step. It does not wait.
 
         `status`, the page and the report show the newest one. Use it where `join` has no `evaluate`, with any
-        parameters.
+        parameters. After the `with`, such as for those of `final`, it connects once more.
 
         Args:
             held_out: The mean loss, in the unit of the training loss: a number, or an array or tensor of one element.
 
         Raises:
             ConfigError: It is no finite number (`loop.argument`), or this is the wrong place for the call.
+            BrokerError: Redis cannot be reached after the `with`.
         """
-        loop = self._require_joined("report")
         loss = checked_loss(held_out, "`held_out`")
+        if self._ended and self._loop is not None:
+            with closing(self._connect()) as primary:
+                manifest, ledger = self._loop.manifest, self._loop.ledger
+                require_same_run(primary.reader, manifest)
+                late = Evaluator(whole(primary, manifest), manifest, self._loop.link.who, None, list)
+                late.report(loss, ledger.closed, self.step)
+                late.stop()
+            return
+        loop = self._require_joined("report")
         if self._evaluator is None:
             self._evaluator = Evaluator(loop.link.transport, loop.manifest, loop.link.who, None, loop.link.all_held)
             self._evaluator.start()
