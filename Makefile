@@ -70,10 +70,11 @@ $(READY): requirements.lock
 	@touch $@
 
 # PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without. The tests
-# train models of transformers and peft beside ours, and run the scripts of docs/examples as they are. moto is the S3
+# train with transformers, Lightning, accelerate, TRL and peft, and run the scripts of docs/examples as they are. moto is the S3
 # server of the tests; botocore is pinned because s3fs needs one of few versions. The last three check ops/deploy.
 $(TORCH): $(READY) Makefile
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
+		accelerate==1.15.0 lightning==2.6.6 trl==1.16.0 datasets==5.2.0 nbclient==0.11.0 ipykernel==7.4.0 \
 		equinox==0.13.8 grain==0.2.18 scikit-learn==1.9.1 \
 		s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 boto3==1.43.117 moto==5.2.5 py-partiql-parser==0.6.3 \
 		flask==3.1.3 flask-cors==6.0.5 \

@@ -230,9 +230,18 @@ def join(
                 "Give an optimiser of PyTorch, or a list of them.",
                 code="loop.argument",
             )
-    given = Joining(url, name, model, several, buffers, trained, names, island, wait_seconds)
-    inner, group = unwrapped(model)
-    mesh = mesh_of(inner)
+    return membership(Joining(url, name, model, several, buffers, trained, names, island, wait_seconds))
+
+
+def membership(given: Joining, group: Any = None) -> TorchRun | Follower:
+    """Return the membership of this process.
+
+    Args:
+        given: What the script gives to `join`.
+        group: The process group of data-parallel processes whose model is not wrapped here.
+    """
+    inner, wrapped_for = unwrapped(given.model)
+    mesh, group = mesh_of(inner), wrapped_for or group
     if mesh is None and (group is None or group.size() == 1):
         return TorchRun(given)
     from archipelago.islands.pytorch.parallel import joined

@@ -1,0 +1,101 @@
+"""A `LocalSGD` for accelerate that syncs with a run of islands."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from accelerate import Accelerator, DistributedType
+
+from archipelago.broker.config import SyncConfig
+from archipelago.broker.process import RUN_VARIABLE
+from archipelago.islands.trainers.island import TrainerIsland, refused
+
+
+class LocalSGD:
+    """Takes the place of accelerate's class of this name: its processes are one island of a run.
+
+        with LocalSGD(accelerator, model, local_sgd_steps=24, url=url, name="mine", steps=20_000) as local:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    ...
+                    local.step()
+                if local.finished:
+                    break
+
+    The processes of the accelerator keep the same parameters, by DistributedDataParallel or FSDP2. Other islands are
+    other scripts. When the block ends, the model has the run's parameters.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        local_sgd_steps: int | None = None,
+        enabled: bool = True,
+        *,
+        url: str | None = None,
+        name: str | None = None,
+        steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Note what to join.
+
+        Args:
+            accelerator: It has prepared the model and the optimisers.
+            model: The model that it has prepared.
+            local_sgd_steps: The steps between two syncs of a fragment (`SyncConfig.interval`) if this creates the run.
+            enabled: Whether to join at all.
+            name: The name of the run; None for $ARCHIPELAGO_RUN, or else `local-sgd`.
+            url, steps, **options: As in `TrainerIsland`.
+
+        Raises:
+            ConfigError: DeepSpeed or Megatron-LM keep the parameters in another form (`trainer.option`).
+        """
+        kind = accelerator.distributed_type
+        if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise refused(f"{kind.value} keeps the parameters in a form that is not merged", "Use DDP or FSDP2.")
+        if local_sgd_steps is not None:
+            options.setdefault("sync", SyncConfig(interval=local_sgd_steps))
+        self._accelerator, self._model, self._enabled = accelerator, model, enabled
+        self._island = TrainerIsland(url, name or os.environ.get(RUN_VARIABLE) or "local-sgd", steps, **options)
+        loader = next(iter(accelerator._dataloaders), None)
+        self._examples = getattr(loader, "total_batch_size", 1) * accelerator.gradient_accumulation_steps
+        self._finished = False
+
+    def __enter__(self) -> Self:
+        """Join the run. The model then has its parameters."""
+        if self._enabled:
+            own = {id(parameter) for parameter in self._model.parameters()}
+            optimizers = self._accelerator._optimizers  # of all models that it has prepared
+            has_own = [any(id(p) in own for group in each.param_groups for p in group["params"]) for each in optimizers]
+            self._island.begin(self._model, [each for each, has in zip(optimizers, has_own, strict=True) if has])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the run. Without an error, the model then has the run's parameters."""
+        self._island.end(error)
+
+    def step(self, *, tokens: int | None = None, loss: Any = None) -> None:
+        """Sync, if the optimiser has made a step. Nothing happens while gradients are accumulated.
+
+        Args:
+            tokens: The tokens of the step, in a unit that all islands share. None counts the examples of a step of the
+                first loader that the accelerator has prepared.
+            loss: Its loss, for display.
+        """
+        if self._island.is_joined and self._accelerator.sync_gradients:
+            self._finished = self._island.sync(tokens or self._examples, loss)
+
+    @property
+    def finished(self) -> bool:
+        """Whether to stop training."""
+        return self._finished
+
+    @property
+    def island(self) -> TrainerIsland:
+        """The island, for the run's clock and its held-out losses."""
+        return self._island

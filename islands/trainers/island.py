@@ -1,0 +1,193 @@
+"""The membership of a trainer in a run: what the callbacks of all trainers have in common."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.models.llama import Names
+from archipelago.islands.pytorch.joining import Joining, create, membership
+from archipelago.islands.pytorch.module import unwrapped
+from archipelago.islands.user_loop.tensors import Trained
+
+log = logging.getLogger(__name__)
+
+
+class TrainerIsland:
+    """One trainer's island. It joins when training begins and leaves when it ends, as often as the trainer trains.
+
+    Attributes:
+        length: The length in steps of a run that the trainer creates, if it does.
+        step: The run's clock in steps; the last one after the island has left.
+        steps: The length of the run in steps.
+        is_joined: Whether the island is in the run now.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        name: str,
+        steps: int | None = None,
+        *,
+        tokens: int | None = None,
+        island: str | None = None,
+        buffers: Sequence[str] = (),
+        trained: Trained | None = None,
+        names: Names | None = None,
+        wait_seconds: float = 30.0,
+        final_seconds: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        """Note what to join. Nothing is contacted before training begins.
+
+        Args:
+            url: The URL of the Redis, or the path of a join file; None for $ARCHIPELAGO_URL.
+            name: The name of the run.
+            steps: The length of the run. The first island creates the run with it. None joins a run that exists.
+            tokens: The tokens of one step of this island. None counts as the trainer does, most often examples. All
+                islands of a run must count the same unit.
+            final_seconds: How long to wait at the end until the last rounds of the run are merged.
+            island, buffers, trained, names, wait_seconds: As in `archipelago.pytorch.join`.
+            **settings: The other arguments of `archipelago.pytorch.create`, such as `sync`.
+        """
+        self._url, self._name, self.length, self._tokens = url, name, steps, tokens
+        self._shared: dict[str, Any] = {"buffers": buffers, "trained": trained, "names": names}
+        self._own: dict[str, Any] = {"island": island, "wait_seconds": wait_seconds}
+        self._settings, self._final_seconds = settings, final_seconds
+        self._run: Any = None  # the last one, from the first training on
+        self.is_joined = False
+        self.step = self.steps = 0
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def ends_with_run(self, limit: int) -> bool:
+        """Return whether a trainer trains until the run ends, from its own limit in steps, if it is positive."""
+        return limit <= 0 or (self.length is not None and self.length <= limit)
+
+    def begin(self, model: Any, optimizers: Sequence[Any], made: int = 0, limit: int = 0) -> None:
+        """Create the run if there is none, and join it. The model then has the run's parameters.
+
+        Args:
+            model: The module that is trained, wrapped or not. All processes of the trainer's group are one island.
+            optimizers: Its optimisers. Wrappers of accelerate are taken off.
+            made: The steps that the trainer has made before, according to its checkpoint.
+            limit: The steps after which the trainer ends, if it does not end with the run.
+
+        Raises:
+            ConfigError: The model is spread over devices (`loop.sharded`), or what `create` and `join` raise.
+        """
+        self.end(RuntimeError("an earlier training of this trainer ended with an exception"))
+        inner, group = unwrapped(model)
+        if len(places := set(getattr(inner, "hf_device_map", {}).values())) > 1:
+            raise ConfigError(
+                f"the model is spread over {', '.join(sorted(map(str, places)))} by its `device_map`",
+                "Load it without `device_map`, on one device, or split it by FSDP2. CPU offload cannot be merged.",
+                code="loop.sharded",
+            )
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if self.length is not None:
+            create(self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
+        bare = [getattr(each, "optimizer", each) for each in optimizers]
+        run = membership(Joining(self._url, self._name, model, bare, **self._shared, **self._own), group)
+        self._run, self.is_joined = run.__enter__(), True
+        atexit.register(self._at_exit)
+        self.step, self.steps = self._run.step, self._run.steps
+        if made:
+            log.warning(
+                "the parameters are those of the run at step %s, not those of the trainer's checkpoint",
+                f"{self.step:,}", extra={"code": "trainer.resumed"},
+            )  # fmt: skip
+        if 0 < limit < self.steps:
+            log.warning(
+                "this trainer ends after %s steps, before the %s of the run. Leave out `max_steps`, and give the "
+                "callback to the trainer when you make it",
+                f"{limit:,}", f"{self.steps:,}", extra={"code": "trainer.short"},
+            )  # fmt: skip
+
+    def sync(self, tokens: int, loss: Any = None) -> bool:
+        """Sync after a step of the optimiser, and return whether to stop.
+
+        Args:
+            tokens: What the trainer counted in this step.
+            loss: The newest loss, if there is a new one.
+        """
+        self._run.sync(tokens=self._tokens or max(tokens, 1), loss=loss)
+        self.step, self.steps = self._run.step, self._run.steps
+        return bool(self._run.finished)
+
+    def report(self, loss: float) -> None:
+        """Record a held-out loss, also of the run's parameters after the end."""
+        if self._run is not None:
+            self._run.report(held_out=loss)
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leave the run, if the island is in it, as the `with` block of a script does.
+
+        Without an error, the model then has the run's parameters. Only after SIGTERM it keeps its own, because the
+        process has little time.
+        """
+        if not self.is_joined:
+            return
+        self.is_joined, run = False, self._run
+        atexit.unregister(self._at_exit)
+        if error is not None:
+            run.__exit__(type(error), error, None)
+            return
+        is_signalled = run.reason == "signalled"
+        if is_signalled or not run.reason:
+            run.leave()
+        if not is_signalled:
+            run.final(self._final_seconds)
+
+    def _at_exit(self) -> None:
+        """Leave a run whose trainer has not said that it ended, most often because of an exception."""
+        last = getattr(sys, "last_value", None)  # what has ended the script, if it was not caught
+        self.end(last or RuntimeError("the trainer ended with an exception"))
+
+
+def follow_clock(schedule: Any, step: int) -> None:
+    """Set the learning rates of a schedule of PyTorch to those at a step of the run.
+
+    A schedule that computes each rate from the one before, such as `SequentialLR`, counts its own steps on.
+    """
+    kinds = torch.optim.lr_scheduler
+    if isinstance(schedule, kinds.OneCycleLR):
+        schedule.last_epoch = min(step, schedule.total_steps - 1) - 1
+        with warnings.catch_warnings(action="ignore"):  # the first call comes before the optimiser's first step
+            schedule.step()
+        return
+    if isinstance(schedule, kinds.LambdaLR):
+        rates = [rate * of(step) for rate, of in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    elif hasattr(schedule, "_get_closed_form_lr"):
+        schedule.last_epoch = step
+        rates = schedule._get_closed_form_lr()
+    else:
+        return
+    schedule.last_epoch, schedule._last_lr = step, rates
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def refused(what: str, remedy: str) -> ConfigError:
+    """Return the error that an option of the trainer does not work in an island."""
+    return ConfigError(what, remedy, code="trainer.option")
+
+
+def require_one(callbacks: Sequence[Any], kind: type) -> None:
+    """Raise ConfigError (`trainer.option`) if a trainer has two callbacks that sync."""
+    if sum(isinstance(each, kind) for each in callbacks) > 1:
+        raise refused("the trainer has this callback twice, so it would sync each step twice", "Give it one.")

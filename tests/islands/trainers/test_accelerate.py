@@ -1,0 +1,84 @@
+"""`LocalSGD` in place of accelerate's, with the real package."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+
+import archipelago
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.redis.transport import connect
+from tests import pytorch
+from tests.failing import failing
+from tests.islands.user_loop.any_framework import merged_by, served
+
+torch = pytorch.required()
+accelerate = pytorch.required("accelerate")
+
+from archipelago.accelerate import LocalSGD  # noqa: E402 - it imports accelerate
+from tests.islands.trainers.trainer_scripts import Network, loader  # noqa: E402
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> str:
+    found = f"fakeredis://{uuid.uuid4().hex}"
+    monkeypatch.setenv("ARCHIPELAGO_URL", found)
+    monkeypatch.setenv("ARCHIPELAGO_RUN", "own")
+    return found
+
+
+def prepared(**options: Any) -> tuple[Any, Any, Any, Any]:
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    model = Network()
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader())
+
+
+def trained(local: Any, accelerator: Any, model: Any, optimizer: Any, data: Any) -> None:
+    """Train an epoch as the examples of accelerate do."""
+    for batch in data:
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+
+
+def test_one_import_makes_a_loop_an_island(url: str) -> None:
+    accelerator, model, optimizer, data = prepared(gradient_accumulation_steps=2)
+    archipelago.pytorch.create(url, "own", model, steps=100, sync=archipelago.SyncConfig(interval=4))
+    with served(url) as merger:
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=True) as local:
+            epochs = 0
+            while not local.finished:
+                trained(local, accelerator, model, optimizer, data)
+                epochs += 1
+        merged = merged_by(merger)
+    assert local.island.step == local.island.steps == 100
+    (beat,) = [each.heartbeat for each in connect(url, "own").reader.presences()]
+    assert beat.tokens == epochs * 32 * 16, "once for two batches"
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(tensor.detach(), torch.from_numpy(merged[name]), rtol=0, atol=0)
+
+
+def test_it_creates_a_run_if_it_knows_the_length(url: str) -> None:
+    accelerator, model, optimizer, data = prepared()
+    with failing(UnknownRunError, "broker.unknown-run"), LocalSGD(accelerator, model, 4):
+        pass
+    with LocalSGD(accelerator, model, 4, enabled=False) as local:
+        trained(local, accelerator, model, optimizer, data)
+    local = LocalSGD(accelerator, model, 12, steps=1000, final_seconds=0.1)
+    with failing(BrokerError, "island.not-merged"), local:
+        trained(local, accelerator, model, optimizer, data)
+    assert connect(url, "own").reader.manifest().config.sync.interval == 12
+
+
+def test_deepspeed_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, *_ = prepared()
+    monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType.DEEPSPEED)
+    with failing(ConfigError, "trainer.option"):
+        LocalSGD(accelerator, model, 8)

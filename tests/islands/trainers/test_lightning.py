@@ -1,0 +1,126 @@
+"""The callback of Lightning's `Trainer`, with the real package."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+
+import archipelago
+from archipelago import SyncConfig
+from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.manifest import loss_unit
+from archipelago.broker.redis.transport import connect
+from tests import pytorch
+from tests.failing import failing
+from tests.islands.user_loop.any_framework import merged_by, served
+
+torch = pytorch.required()
+lightning = pytorch.required("lightning")
+
+from archipelago.lightning import ArchipelagoCallback  # noqa: E402 - it imports lightning
+from tests.islands.trainers.trainer_scripts import lightning_module, loader  # noqa: E402
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+
+SYNC = SyncConfig(interval=4, fragments=2)
+
+
+@pytest.fixture
+def url() -> str:
+    return f"fakeredis://{uuid.uuid4().hex}"
+
+
+def trainer(*callbacks: Any, **options: Any) -> Any:
+    asked = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1, **options}
+    return lightning.Trainer(accelerator="cpu", callbacks=list(callbacks), **asked)
+
+
+class Watch(lightning.Callback):  # type: ignore[name-defined, misc]
+    """Notes the run's clock and the learning rate after each step."""
+
+    def __init__(self, run: ArchipelagoCallback) -> None:
+        self.island, self.seen = run._island, set[tuple[int, float]]()
+
+    def on_train_batch_end(self, trainer: Any, *about: Any) -> None:
+        self.seen.add((self.island.step, trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+def test_a_trainer_trains_until_the_run_ends_on_its_clock(url: str) -> None:
+    callback = ArchipelagoCallback(url, "own", steps=60, sync=SYNC, island="a")
+    watch = Watch(callback)
+    model = lightning_module(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 60))
+    archipelago.pytorch.create(url, "own", model, steps=60, sync=SYNC)
+    with served(url) as merger:
+        made = trainer(callback, watch, accumulate_grad_batches=2)
+        made.fit(model, loader())
+        merged = merged_by(merger)
+    assert made.global_step >= 60, "epochs do not end it"
+    assert {step for step, _ in watch.seen} >= {0, 60}
+    assert all(rate == pytest.approx(0.01 * (1 - step / 60)) for step, rate in watch.seen)
+    (tokens,) = {each.heartbeat.tokens for each in connect(url, "own").reader.presences()}
+    assert tokens == made.global_step * 16, "once for two batches"
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(tensor.detach(), torch.from_numpy(merged[name]), rtol=0, atol=0)
+
+
+def step_rates(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+
+
+@pytest.mark.parametrize("schedule", [step_rates, one_cycle])
+def test_schedules_of_pytorch_follow_the_run(url: str, schedule: Any) -> None:
+    callback = ArchipelagoCallback(url, "own", steps=60, sync=SYNC, final_seconds=0.1)
+    model = lightning_module(schedule)
+    watch = Watch(callback)
+    with failing(BrokerError, "island.not-merged"):
+        trainer(callback, watch, max_steps=12).fit(model, loader())
+    alone = schedule(torch.optim.AdamW(model.parameters(), lr=0.01))
+    rates = [alone.optimizer.param_groups[0]["lr"], *((alone.step(), alone.get_last_lr()[0])[1] for _ in range(12))]
+    assert all(rate == pytest.approx(rates[step]) for step, rate in watch.seen)
+    assert max(step for step, _ in watch.seen) < 12, "no merger serves the run, and its clock stands still"
+
+
+def test_its_validation_becomes_the_held_out_loss_of_the_run(url: str) -> None:
+    model = lightning_module()
+    made = trainer(ArchipelagoCallback(url, "own", steps=1000, sync=SYNC), max_steps=64, val_check_interval=16)
+    archipelago.pytorch.create(url, "own", model, steps=1000, sync=SYNC)
+    with served(url):
+        made.fit(model, loader(), loader(32))
+    transport = connect(url, "own")
+    unit = loss_unit(transport.reader.manifest().corpus)
+    found = [unit.from_evaluation(each.bits_per_byte) for each in transport.reader.evaluations()]
+    assert found[-1] == pytest.approx(float(made.callback_metrics["val_loss"]))
+    assert len(found) == 4
+
+
+def test_an_exception_leaves_the_run_at_once(url: str) -> None:
+    class Broken(lightning.Callback):  # type: ignore[name-defined, misc]
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def on_train_batch_end(self, *about: Any) -> None:
+            raise self.error
+
+    callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC)
+    for error, text in ((ZeroDivisionError("x"), "ZeroDivisionError: x"), (KeyboardInterrupt(), "it was stopped")):
+        with pytest.raises((ZeroDivisionError, SystemExit)):
+            trainer(callback, Broken(error)).fit(lightning_module(), loader())
+        assert not callback._island.is_joined
+        assert text in connect(url, "own").reader.notes(1)[0].text
+
+
+def test_bad_input_is_one_error_with_a_code(url: str) -> None:
+    callback = ArchipelagoCallback(url, "own", steps=100, sync=SYNC)
+    made = trainer(callback)
+    made.callbacks.append(callback)
+    with failing(ConfigError, "trainer.option"):
+        made.fit(lightning_module(), loader())
+    with failing(ConfigError, "trainer.option"):
+        strategy = type("DeepSpeedStrategy", (lightning.pytorch.strategies.SingleDeviceStrategy,), {})(device="cpu")
+        trainer(callback, strategy=strategy).fit(lightning_module(), loader())

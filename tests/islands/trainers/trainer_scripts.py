@@ -1,0 +1,158 @@
+"""A script of each kind that trains one small model. The arguments are its kind, the URL, the run and the island.
+
+All kinds train the same tensors on the same data, so that they can share a run. A script ends by printing what its
+trainer knows, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from functools import partial
+from typing import Any
+
+import torch
+
+import archipelago
+from archipelago import SyncConfig
+
+SYNC = SyncConfig(interval=8, fragments=2)
+STEPS = 240
+TEACHER = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Network(torch.nn.Module):  # type: ignore[misc]  # torch is optional
+    """A small classifier. With labels it returns a loss, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        build(self)
+
+    def forward(self, inputs: Any, labels: Any = None) -> Any:
+        logits = self.output(self.hidden(inputs).relu())
+        if labels is None:
+            return logits
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def build(module: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module.hidden, module.output = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+
+def examples(count: int = 512) -> list[dict[str, Any]]:
+    inputs = torch.randn(count, 8)
+    return [{"inputs": each, "labels": label} for each, label in zip(inputs, (inputs @ TEACHER).argmax(1), strict=True)]
+
+
+def loader(count: int = 512) -> Any:
+    return torch.utils.data.DataLoader(examples(count), batch_size=8, shuffle=True)
+
+
+def transformers(url: str, run: str, island: str) -> dict[str, Any]:
+    from transformers import Trainer, TrainingArguments
+
+    from archipelago.transformers import ArchipelagoCallback
+
+    callback = ArchipelagoCallback(url, run, steps=STEPS, sync=SYNC, island=island)
+    args = TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=8, learning_rate=1e-2, report_to="none", save_strategy="no",
+        use_cpu=True, logging_steps=10,
+    )  # fmt: skip
+    trainer = Trainer(Network(), args, train_dataset=examples(), callbacks=[callback])
+    trainer.train()
+    return {"own steps": trainer.state.global_step, "weights": weights(trainer.model)}
+
+
+def lightning_module(schedule: Any = None) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            build(self)
+            self.compute = partial(Network.forward, self)
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            return self.compute(**batch)["loss"]
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val_loss", self.compute(**batch)["loss"])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            if schedule is None:
+                return optimizer
+            return [optimizer], [{"scheduler": schedule(optimizer), "interval": "step"}]
+
+    return Module()
+
+
+def lightning(url: str, run: str, island: str) -> dict[str, Any]:
+    from lightning.pytorch import Trainer
+
+    from archipelago.lightning import ArchipelagoCallback
+
+    callback = ArchipelagoCallback(url, run, steps=STEPS, sync=SYNC, island=island)
+    trainer = Trainer(
+        callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1,
+        enable_model_summary=False, default_root_dir=tempfile.mkdtemp(),
+    )  # fmt: skip
+    model = lightning_module()
+    trainer.fit(model, loader())
+    return {"own steps": trainer.global_step, "weights": weights(model)}
+
+
+def accelerate(url: str, run: str, island: str) -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    from archipelago.accelerate import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    model = Network()
+    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader())
+    local: Any = LocalSGD(accelerator, model, url=url, name=run, steps=STEPS, sync=SYNC, island=island)
+    with local:
+        while not local.finished:
+            for batch in data:
+                with accelerator.accumulate(model):
+                    loss = model(**batch)["loss"]
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local.step(loss=loss)
+                if local.finished:
+                    break
+    return {"weights": weights(accelerator.unwrap_model(model))}
+
+
+def plain(url: str, run: str, island: str) -> dict[str, Any]:
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    archipelago.pytorch.create(url, run, model, steps=STEPS, sync=SYNC)
+    with archipelago.pytorch.join(url, run, model, optimizer, island=island) as joined:
+        while not joined.finished:
+            for batch in loader():
+                loss = model(**batch)["loss"]
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                joined.sync(tokens=8, loss=loss)
+                if joined.finished:
+                    break
+    joined.final(60)
+    return {"weights": weights(model)}
+
+
+def weights(model: Any) -> dict[str, float]:
+    return {name: float(each.detach().double().sum()) for name, each in model.named_parameters()}
+
+
+KINDS = {"transformers": transformers, "lightning": lightning, "accelerate": accelerate, "plain": plain}
+
+if __name__ == "__main__":
+    kind, *about = sys.argv[1:]
+    torch.set_num_threads(1)
+    print(json.dumps(KINDS[kind](*about)))  # noqa: T201
