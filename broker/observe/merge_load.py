@@ -23,6 +23,11 @@ BUSY_SHARE: Final = 0.9
 STRETCH: Final = 1.2
 #: From this share of the busy time on, spectra are the reason.
 SPECTRA_SHARE: Final = 0.5
+SPECTRA_REMEDY: Final = (
+    "Start a merger with more cores and --threads, or --spectra gpu: it stands by until you stop the slow one. In a "
+    "new run, cut matrices into smaller blocks (--merge.isotropic-side-max 512), merge by RDA (--merge.rest rda "
+    "--merge.embedding rda), or take a longer --sync.interval."
+)
 #: With fewer syncs of each fragment, the outer optimiser has hardly begun, and a run's model can be far worse than
 #: those of its islands.
 SYNCS_FEW: Final = 10
@@ -62,11 +67,7 @@ class MergeLoad:
     def remedy(self) -> str:
         """What to do about it, as whole sentences."""
         if self.spectra >= SPECTRA_SHARE * self.busy:
-            return (
-                "Start a merger with more cores and --threads: it stands by until you stop the slow one. In a new run, "
-                "cut matrices into smaller blocks (--merge.isotropic-side-max 512), merge by RDA (--merge.rest rda "
-                "--merge.embedding rda), or take a longer --sync.interval."
-            )
+            return SPECTRA_REMEDY
         return (
             "Move the merger to a faster machine, or closer to Redis: start one there, and stop the slow one. In a new "
             "run, take a longer --sync.interval, or let several mergers share the work (--shards 2). Nothing is lost "

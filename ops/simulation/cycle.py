@@ -1,7 +1,7 @@
 """Predict what a run takes in memory, bytes and time while each fragment is merged once, on one or more shards.
 
 Memory comes from `broker.footprint` and bytes from the codecs. Times are seconds of a processor, without links; those
-of spectra are a prediction of their own (`spectra_load`). `archipelago bench largest` prints the memory and the bytes
+of spectra are a prediction of their own (`spectra_loads`). `archipelago bench largest` prints the memory and the bytes
 beside what it measures. Pure.
 """
 
@@ -17,7 +17,7 @@ from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import has_momentum, merger_parts, redis_parts
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.merger.groups import changed_groups, cycle_operations
+from archipelago.merger.groups import changed_groups
 from archipelago.ops.watch.formatting import seconds_text
 
 # Processor time on the machine of docs/results/performance.md, with the time for new memory, measured by
@@ -41,8 +41,6 @@ REDIS_BASE: Final = 9_000_000
 MERGER_SHARE_MAX: Final = 0.9
 #: A merger that spends more of an interval on spectra has too little time for contributions, commits and checkpoints.
 SHARE_MAX: Final = 0.7
-#: Operations a second of one of several threads (docs/results/performance.md).
-THREAD_RATE: Final = 30e9
 #: A run has no more fragments (`sync.fragments`).
 FRAGMENTS_MAX: Final = 4096
 
@@ -153,59 +151,6 @@ def fitting_cycle(
 # -- spectra ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SpectraLoad:
-    """The spectra of one cycle, in which each fragment is merged once.
-
-    Attributes:
-        operations: The floating-point operations; 0 if no rule of the run changes spectra.
-        threads: The threads of the merger.
-        seconds: The time that they take.
-        interval_seconds: H times the time of an inner step.
-    """
-
-    operations: float
-    threads: int
-    seconds: float
-    interval_seconds: float
-
-    @property
-    def share(self) -> float:
-        """The share of the interval."""
-        return self.seconds / self.interval_seconds
-
-    @property
-    def fits(self) -> bool:
-        """Whether the merger keeps up."""
-        return self.share <= SHARE_MAX
-
-    @property
-    def remedy(self) -> str:
-        """What to do if the merger does not keep up."""
-        count = math.ceil(self.threads * self.share / SHARE_MAX)
-        return (
-            f"Run the merger on a machine with {count} such cores (--threads {count}). In a new "
-            "run, cut matrices into smaller blocks (--merge.isotropic-side-max 512), or merge by RDA "
-            "(--merge.rest rda --merge.embedding rda)."
-        )
-
-    def describe(self) -> str:
-        """Return the cost in words."""
-        where = f"{self.threads} thread{'s' * (self.threads != 1)}"
-        return (
-            f"spectra take {self.operations / 1e12:.2g} TFLOP a cycle, {seconds_text(self.seconds)} on {where}: "
-            f"{self.share:.0%} of the interval of {seconds_text(self.interval_seconds)}"
-        )
-
-
-def spectra_load(
-    tensors: Sequence[Tensor], config: MergeConfig, threads: int, rate: float, interval_seconds: float
-) -> SpectraLoad:
-    """Predict the spectra of a run. `rate` is the number of operations a second of all threads together."""
-    operations = cycle_operations(tensors, config)
-    return SpectraLoad(operations, threads, operations / rate, interval_seconds)
-
-
 class SpectraWay(NamedTuple):
     """What changes the spectra of a merger.
 
@@ -220,11 +165,11 @@ class SpectraWay(NamedTuple):
     copy_seconds: float = 0.0
 
 
-#: The rates of a thread with AMX and of an H100 were measured with a matrix of 1024 × 4096 (docs/results). Copies are
-#: predicted from 7.5 GB/s between the host and that H100, each way, and four copies in the memory of the host.
+#: A thread does 30 GFLOP/s in float64. The rates of one with AMX and of an H100 were measured with a matrix of
+#: 1024 × 4096 (docs/results). Copies are predicted from 7.5 GB/s to that H100 and back, and four copies on the host.
 WAYS: Final = (
-    SpectraWay("8 threads", 8 * THREAD_RATE),
-    SpectraWay("64 threads", 64 * THREAD_RATE),
+    SpectraWay("8 threads", 8 * 30e9),
+    SpectraWay("64 threads", 64 * 30e9),
     SpectraWay("8 threads with AMX", 8 * 150e9),
     SpectraWay("64 threads with AMX", 64 * 150e9),
     SpectraWay("an H100 (--spectra gpu)", 46e12, 2.8e-9),
@@ -232,37 +177,41 @@ WAYS: Final = (
 
 
 @dataclass(frozen=True)
-class KeepingUp:
-    """Whether mergers of one kind keep up with a run.
+class SpectraLoad:
+    """The spectra of one cycle, in which each fragment is merged once, in each merger of one kind.
 
     Attributes:
-        way: What changes their spectra.
-        seconds: The time that one of them takes for the spectra of a cycle.
-        interval: The smallest H with which the run's mergers keep up.
-        mergers: The mergers, each with shards of its own, that keep up with the planned H.
+        way: What changes them.
+        seconds: The time that they take.
+        share: That time as a share of the interval, which is H times the time of an inner step.
     """
 
     way: str
     seconds: float
-    interval: int
-    mergers: int
+    share: float
+
+    @property
+    def stretch(self) -> float:
+        """The smallest interval with which such a merger keeps up, as a multiple of the run's; at least 1."""
+        return max(1.0, self.share / SHARE_MAX)
+
+    def describe(self) -> str:
+        """Return the cost in words."""
+        return f"spectra take {seconds_text(self.seconds)} a cycle, {self.share:.0%} of the interval"
 
 
-def keeping_up(
-    tensors: Sequence[Tensor], config: MergeConfig, mergers: int, interval: int, step_seconds: float
-) -> tuple[KeepingUp, ...]:
-    """Predict which mergers keep up. `mergers` share the work, and each has WAYS of its own."""
-    operations, elements = cycle_operations(tensors, config), sum(g.length for g in changed_groups(tensors, config))
-    seconds = [operations / way.rate + elements * way.copy_seconds for way in WAYS]
-    return tuple(
-        KeepingUp(
-            way=way.name,
-            seconds=each,
-            interval=max(1, math.ceil(each / mergers / SHARE_MAX / step_seconds)),
-            mergers=max(1, math.ceil(each / SHARE_MAX / (interval * step_seconds))),
-        )
-        for way, each in zip(WAYS, seconds, strict=True)
-    )
+def spectra_loads(
+    tensors: Sequence[Tensor],
+    config: MergeConfig,
+    interval_seconds: float,
+    mergers: int = 1,
+    ways: Sequence[SpectraWay] = WAYS,
+) -> tuple[SpectraLoad, ...]:
+    """Predict the spectra of a run whose mergers share them, for each way; nothing if its rules change none."""
+    changed = changed_groups(tensors, config)
+    operations, elements = sum(group.operations for group in changed), sum(group.length for group in changed)
+    seconds = [(operations / way.rate + elements * way.copy_seconds) / mergers for way in ways if changed]
+    return tuple(SpectraLoad(way.name, each, each / interval_seconds) for way, each in zip(ways, seconds, strict=False))
 
 
 def decoder(parameters: float) -> tuple[Tensor, ...]:

@@ -16,14 +16,11 @@ from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
-    THREAD_RATE,
     Cycle,
-    KeepingUp,
     SpectraLoad,
     cycle,
     fitting_cycle,
-    keeping_up,
-    spectra_load,
+    spectra_loads,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
 from archipelago.ops.simulation.plan_text import page, parameters_of, tensors_of, tokens_of
@@ -100,10 +97,6 @@ class PlanOptions:
     """The time that an island loses when it restarts."""
     islands: int = 0
     """The number of islands M, if you want to set it yourself."""
-    merger_threads: int = 8
-    """The threads of the merger, which changes the spectra of matrices (`isotropic`)."""
-    thread_gflops: float = THREAD_RATE / 1e9
-    """What one of these threads does: about 30 in float64, and 150 with units for small integers, such as AMX."""
     merger_slowness: float = 1.0
     """The time that a core of the merger takes to merge, over that of the machine of docs/results/performance.md."""
     merger_gb: float = 64.0
@@ -156,8 +149,7 @@ class RunPlan:
         fleet: The chosen one.
         fits: Whether the links carry the load.
         seconds: Time of training, with failures.
-        spectra: What changing spectra takes, if each shard has a merger on a machine of its own.
-        keeping_up: The same by other mergers.
+        spectra: What changing spectra takes, by kind of merger, if each shard has one on a machine of its own.
         cycle: Memory, bytes and time of a cycle, and the number of shards.
         has_room: Whether any number of shards fits into the machines. Otherwise `cycle` is that of one.
     """
@@ -175,8 +167,7 @@ class RunPlan:
     seconds: float
     data_parallel_goodput: float
     data_parallel_gbits: float
-    spectra: SpectraLoad
-    keeping_up: tuple[KeepingUp, ...]
+    spectra: tuple[SpectraLoad, ...]
     cycle: Cycle
     has_room: bool
 
@@ -205,8 +196,6 @@ def plan(options: PlanOptions) -> RunPlan:
     alone = _fleet(options, 1, step_seconds)
     interval_seconds = way.interval * step_seconds
     need_of_cycle, has_room = _cycle(options, way, parameters, fragments, fleet.islands, interval_seconds)
-    rate = 1e9 * options.thread_gflops * options.merger_threads * need_of_cycle.shards
-    tensors = tensors_of(options.model)
     return RunPlan(
         parameters=parameters,
         tokens=tokens,
@@ -221,8 +210,7 @@ def plan(options: PlanOptions) -> RunPlan:
         seconds=tokens / (options.chips * options.tokens_per_second * max(fleet.goodput, 1e-9)),
         data_parallel_goodput=alone.goodput,
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
-        spectra=spectra_load(tensors, options.merge, options.merger_threads, rate, interval_seconds),
-        keeping_up=keeping_up(tensors, options.merge, need_of_cycle.shards, way.interval, step_seconds),
+        spectra=spectra_loads(tensors_of(options.model), options.merge, interval_seconds, need_of_cycle.shards),
         cycle=need_of_cycle,
         has_room=has_room,
     )
@@ -241,7 +229,7 @@ def choose(fleets: Sequence[Fleet]) -> Fleet:
 
 def _check(options: PlanOptions) -> None:
     positive = ("sites", "chips", "tokens_per_second", "batch_tokens", "link_mbits", "redis_mbits", "hours_between",
-                "slice_chips", "merger_threads", "thread_gflops", "merger_slowness", "merger_gb",
+                "slice_chips", "merger_slowness", "merger_gb",
                 "redis_gb")  # fmt: skip
     for name in positive:
         require_number(f"--{name.replace('_', '-')}", getattr(options, name), "Give more than 0.", TINY)

@@ -11,7 +11,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.ops.settings import flags
-from archipelago.ops.simulation.cycle import KeepingUp, decoder
+from archipelago.ops.simulation.cycle import SpectraLoad, decoder
 from archipelago.ops.watch.formatting import seconds_text, size
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         _link_line(options, found),
         _memory_line(found),
         _merger_line(found),
-        *(_keeping_up_line(found, each) for each in found.keeping_up if found.spectra.operations),
+        *(_spectra_line(found, each) for each in found.spectra),
         "",
         f"start    archipelago init redis://… --run NAME {settings}",
     ]
@@ -124,23 +124,15 @@ def _memory_line(found: RunPlan) -> str:
 
 
 def _merger_line(found: RunPlan) -> str:
-    need, spectra = found.cycle, found.spectra
-    merging = (f"merges {seconds_text(need.merge_seconds)} a cycle besides spectra; another one needs "
-               f"{seconds_text(need.restart_seconds)} at most to take over")  # fmt: skip
-    if not spectra.operations:
-        return f"merger   {merging}; these rules change no spectra"
-    each = f" (all {need.shards} mergers together)" if need.shards > 1 else ""
-    if spectra.fits:
-        return f"merger   {merging}; {spectra.describe()}{each}"
-    return (f"merger   TOO SLOW: {spectra.describe()}{each}; islands would stretch it. {spectra.remedy} "
-            f"It {merging}.")  # fmt: skip
+    need, none = found.cycle, "" if found.spectra else "; these rules change no spectra"
+    return (f"merger   merges {seconds_text(need.merge_seconds)} a cycle besides spectra; another one needs "
+            f"{seconds_text(need.restart_seconds)} at most to take over{none}")  # fmt: skip
 
 
-def _keeping_up_line(found: RunPlan, by: KeepingUp) -> str:
-    shards, keeps = found.cycle.shards, by.interval <= found.way.interval
-    needed = "keeps up" if keeps else f"needs H = {by.interval:,}, or {by.mergers:,} mergers"
-    each = f" in all, {seconds_text(by.seconds / shards)} for each of {shards} mergers" if shards > 1 else ""
-    return f"         {by.way}: {seconds_text(by.seconds)}{each}; {needed}"
+def _spectra_line(found: RunPlan, by: SpectraLoad) -> str:
+    mergers, interval = (math.ceil(count * by.stretch) for count in (found.cycle.shards, found.way.interval))
+    fault = f": TOO SLOW, needs H = {interval:,} or {mergers:,} mergers" if by.stretch > 1.0 else ""
+    return f"         with {by.way}, {by.describe()}{fault}"
 
 
 def count_text(value: float) -> str:

@@ -19,8 +19,9 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.footprint import Footprint
 from archipelago.broker.machine import install_hint, usable_cores
 from archipelago.broker.manifest import Corpus, Manifest
+from archipelago.broker.observe.merge_load import SPECTRA_REMEDY
 from archipelago.broker.redis.checkup import Bandwidth
-from archipelago.ops.simulation.cycle import spectra_load
+from archipelago.ops.simulation.cycle import SpectraWay, spectra_loads
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import seconds_text, size
 
@@ -144,14 +145,16 @@ def spectra(manifest: Manifest | None, step_seconds: float) -> Finding:
         return warning("spectra.bits", what, "Numpy computes them, so nothing goes wrong. Please report it.")
     if manifest is None:
         return ok("spectra", what)
-    interval = step_seconds * manifest.config.sync.interval
-    load = spectra_load(manifest.tensors, manifest.config.merge, threads, threads * found.rate, interval)
-    if not load.operations:
+    merge, way = manifest.config.merge, SpectraWay("here", threads * found.rate)
+    interval_seconds = step_seconds * manifest.config.sync.interval
+    loads = spectra_loads(manifest.tensors, merge, interval_seconds, ways=[way])
+    if not loads:
         return ok("spectra", "The merge rules of the run change no spectra.")
-    if math.isnan(interval):
-        return ok("spectra", f"{what} Those of a cycle of the run take {seconds_text(load.seconds)}.")
-    what += f" In this run, {load.describe()}."
-    return ok("spectra", what) if load.fits else warning("spectra.slow", what, load.remedy)
+    if math.isnan(interval_seconds):
+        return ok("spectra", f"{what} Those of a cycle of the run take {seconds_text(loads[0].seconds)}.")
+    what += f" In this run, {loads[0].describe()}."
+    is_slow = loads[0].stretch > 1.0
+    return warning("spectra.slow", what, SPECTRA_REMEDY) if is_slow else ok("spectra", what)
 
 
 # -- the link ----------------------------------------------------------------------------------------------------------

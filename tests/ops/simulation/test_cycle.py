@@ -21,14 +21,11 @@ from archipelago.ops.simulation.cycle import (
     LEASE_SECONDS,
     MERGER_SHARE_MAX,
     REDIS_BASE,
-    SHARE_MAX,
-    THREAD_RATE,
     WAYS,
     cycle,
     decoder,
     fitting_cycle,
-    keeping_up,
-    spectra_load,
+    spectra_loads,
 )
 from tests.failing import failing
 
@@ -89,13 +86,20 @@ ISOTROPIC = MergeConfig(embedding="isotropic", rest="isotropic", embedding_expon
 TENSORS = (Tensor("embedding", (256, 64), "embedding"), Tensor("a", (64, 64)), Tensor("b", (3, 100, 400)))
 
 
-def test_the_remedies_make_it_fit() -> None:
-    rate, settings = 1e9, ("merge.isotropic-side-max", "merge.rest rda", "merge.embedding rda")
-    slow = spectra_load(TENSORS, ISOTROPIC, 2, rate, cycle_operations(TENSORS, ISOTROPIC) / rate)
-    assert not slow.fits
-    assert spectra_load(TENSORS, replace(ISOTROPIC, isotropic_side_max=64), 2, rate, slow.interval_seconds).fits
-    assert all(f"--{name}" in slow.remedy for name in settings)
-    assert f"--threads {math.ceil(2 / SHARE_MAX)}" in slow.remedy
+def test_longer_intervals_more_mergers_and_smaller_blocks_make_spectra_fit() -> None:
+    for way in WAYS:
+        (slow,) = spectra_loads(TENSORS, ISOTROPIC, 1e-6, ways=[way])
+        changed = sum(tensor.size for tensor in TENSORS)
+        assert slow.seconds == pytest.approx(
+            cycle_operations(TENSORS, ISOTROPIC) / way.rate + changed * way.copy_seconds
+        )
+        assert slow.stretch > 1.0
+        more = spectra_loads(TENSORS, ISOTROPIC, 1e-6, math.ceil(slow.stretch), ways=[way])
+        for (fits,) in (spectra_loads(TENSORS, ISOTROPIC, slow.stretch * 1.0001e-6, ways=[way]), more):
+            assert fits.stretch == 1.0
+        (blocks,) = spectra_loads(TENSORS, replace(ISOTROPIC, isotropic_side_max=64), 1e-6, ways=[way])
+        assert blocks.seconds < slow.seconds
+    assert not spectra_loads(TENSORS, MergeConfig(embedding="rda", rest="rda"), 1.0)
 
 
 def test_the_default_limit_lets_eight_threads_serve_124_million_parameters() -> None:
@@ -103,22 +107,10 @@ def test_the_default_limit_lets_eight_threads_serve_124_million_parameters() -> 
     for vocabulary in (256, 50_257):
         tensors = build(ModelConfig("124m", vocabulary)).tensors
         assert cycle_operations(tensors, ISOTROPIC) > 2e12, "all hidden matrices are changed"
-        assert spectra_load(tensors, ISOTROPIC, 8, 8 * THREAD_RATE, 24.0).fits
+        assert spectra_loads(tensors, ISOTROPIC, 24.0)[0].stretch == 1.0
     large = build(ModelConfig("1b")).tensors
-    assert not spectra_load(large, ISOTROPIC, 8, 8 * THREAD_RATE, 24.0).fits
-    assert spectra_load(large, replace(ISOTROPIC, isotropic_side_max=128), 8, 8 * THREAD_RATE, 24.0).fits
-
-
-def test_other_mergers_keep_up_from_some_interval_or_number_on() -> None:
-    found = keeping_up(TENSORS, ISOTROPIC, 1, 24, 1e-6)
-    assert [each.way for each in found] == [way.name for way in WAYS]
-    for each, way in zip(found, WAYS, strict=True):
-        work = cycle_operations(TENSORS, ISOTROPIC) / way.rate + sum(t.size for t in TENSORS) * way.copy_seconds
-        assert each.seconds == pytest.approx(work)
-        (longer,) = (e for e in keeping_up(TENSORS, ISOTROPIC, 1, each.interval, 1e-6) if e.way == each.way)
-        (more,) = (e for e in keeping_up(TENSORS, ISOTROPIC, each.mergers, 24, 1e-6) if e.way == each.way)
-        assert longer.mergers == 1
-        assert more.interval <= 24
+    assert spectra_loads(large, ISOTROPIC, 24.0)[0].stretch > 1.0
+    assert spectra_loads(large, replace(ISOTROPIC, isotropic_side_max=128), 24.0)[0].stretch == 1.0
 
 
 def test_a_number_of_parameters_stands_for_a_usual_decoder() -> None:
