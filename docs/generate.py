@@ -34,7 +34,7 @@ VERBS_PAGE = f"""{WRITTEN}# Verbs
 """
 CODES = f"""{WRITTEN}# Codes of errors
 
-An error has names and numbers in place of `…`, and may say more. `--log-json` and Python (`error.code`) show the code.
+An error has names and numbers in place of `…`, and may say more. It ends with its code in brackets.
 The codes of what is wrong in a run that goes on are in [problems](../guide/problems.md).
 
 | code | what happened | what to do |

@@ -88,7 +88,7 @@ def test_a_final_error_has_the_requested_form(capsys: pytest.CaptureFixture[str]
 
     assert guarded(lambda: main(False)) == 2
     said = capsys.readouterr().err
-    assert said == "error: the port is taken. Choose another.\n"
+    assert said == "error: the port is taken. Choose another. [config.taken]\n"
     assert guarded(lambda: main(True)) == 2
     (found,) = objects(as_object := capsys.readouterr().err)
     assert (found["level"], found["code"]) == ("error", "config.taken")
