@@ -29,7 +29,7 @@ from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireCo
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh import parsed
 from archipelago.islands.models.llama import DENSE
-from archipelago.ops.bench.accelerator_codecs import CODEC, change_spectrum, compare_bits, quantise_and_copy
+from archipelago.ops.bench.accelerator_codecs import CODEC, change_spectra, compare_bits, quantise_and_copy
 from archipelago.ops.bench.accelerator_loops import LoopFound, TorchTurns, sync_in_torch, sync_user_loop
 from archipelago.ops.bench.accelerator_processes import (
     RUN,
@@ -52,8 +52,8 @@ SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
 MEASURED = RunConfig(data=DataConfig(batch_size=1, sequence_length=64), wire=WireConfig(up="int4", down="int4"))
 PARTS: tuple[Part, ...] = ("steps", "pytorch", "quantiser", "bits", "spectra")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
-#: The matrix whose spectrum is changed. Mergers cut larger ones into blocks of this height.
-SPECTRUM, SPECTRUM_QUICK = (1024, 4096), (64, 256)
+#: The most elements of a matrix whose spectrum is changed on a CPU. Mergers cut larger ones into blocks.
+ELEMENTS_CPU = 40_000_000
 #: A step with syncing on an accelerator takes at most this many times as long as one without.
 GOAL_STEP = 1.01
 #: A turn with a smaller share of the syncs that its steps should have is not compared.
@@ -84,7 +84,7 @@ class AcceleratorOptions(OutputOptions):
     parts: tuple[Part, ...] = PARTS
     """What to measure: steps with syncing (`steps`), also of a Llama in PyTorch (`pytorch`, which needs the extra
     llama), quantising against a copy (`quantiser`), the bytes of each codec that differ between this device and numpy
-    (`bits`), the same and the time of a matrix's spectrum (`spectra`), or `run.sync` in a user's own loop (`loop`)."""
+    (`bits`), the same and the time of spectra of matrices (`spectra`), or `run.sync` in a user's own loop (`loop`)."""
     mesh: str | None = None
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
     config: Path | None = None
@@ -149,13 +149,17 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
                 what = f"{framework}, {name}: bytes sent and read that differ from numpy's"
                 rows.append(_row(what, differing, "all", total, goal=0.0))
     if "spectra" in parts:
-        shape = SPECTRUM_QUICK if options.quick else SPECTRUM
-        say("the spectrum of a matrix on this device and by numpy")
-        with child(change_spectrum, shape) as changing:
-            differing, total, ours, numpy_seconds = changing.receive()
-        what = "the spectrum of {} × {}".format(*shape)
-        rows.append(_row(f"{what}: values that differ from numpy's", differing, "all", total, goal=0.0))
-        rows.append(_row(f"{what}, ms", 1e3 * ours, "numpy", 1e3 * numpy_seconds))
+        say("spectra of matrices on this device and by numpy")
+        largest = ELEMENTS_QUICK if options.quick else ELEMENTS_CPU if backend == "cpu" else ELEMENTS
+        with child(change_spectra, largest) as changing:
+            while spectrum := changing.receive():
+                what = "the spectrum of {:,} × {:,}, exponent {:g}".format(*spectrum.shape, spectrum.exponent)
+                rows.append(
+                    _row(
+                        f"{what}: values that differ from numpy's", spectrum.differing, "all", spectrum.total, goal=0.0
+                    )
+                )
+                rows.append(_row(f"{what}, ms", 1e3 * spectrum.device_seconds, "numpy", 1e3 * spectrum.numpy_seconds))
     return {"models": models, "elements": elements, "rows": rows}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,8 +18,13 @@ from archipelago.ops.bench.output import seconds_of, taking_turns
 CODEC = "int4"
 #: How often a program of the quantiser runs, after one run that compiles.
 TIMES = 20
-#: The same for spectra, of which numpy's take a second.
+#: The same for spectra.
 SPECTRA_TIMES = 3
+#: Hidden matrices and embeddings of models from 1 M to 7 B parameters, with the exponents of their singular values.
+MATRICES = (
+    ((128, 512), 0.0), ((512, 1408), 0.0), ((1024, 4096), 0.0), ((8192, 512), 0.5), ((50257, 768), 0.5),
+    ((4096, 11008), 0.0),
+)  # fmt: skip
 
 
 class OnDevice(NamedTuple):
@@ -120,17 +126,33 @@ def _hard_values(elements: int) -> Iterator[Vector]:
     yield odd_N
 
 
-def change_spectrum(pipe: Connection, shape: tuple[int, int]) -> None:
-    """Send (values whose bits differ, values, seconds on the device, seconds in numpy) of a matrix's spectrum.
+class Spectrum(NamedTuple):
+    """The spectrum of one matrix: its shape, the exponent, the values that differ in any bit, all, and seconds."""
 
-    The matrix travels to the device and back, as it does for a merger.
+    shape: tuple[int, int]
+    exponent: float
+    differing: int
+    total: int
+    device_seconds: float
+    numpy_seconds: float
+
+
+def change_spectra(pipe: Connection, largest: int) -> None:
+    """Send the spectra of all MATRICES with no more elements, changed by JAX on this device and by numpy.
+
+    Each travels to the device and back, as it does for a merger.
     """
     import jax
 
-    from archipelago.merger.spectra import Products, powered
+    from archipelago.merger.spectra import with_power
     from archipelago.merger.xla_spectra import on_device
 
-    matrix_SC = np.random.default_rng(2).uniform(-1.0, 1.0, shape).astype(np.float32)
-    ours, theirs = partial(on_device(jax.devices()[0]), matrix_SC, 0.0), partial(powered, matrix_SC, 0.0, Products())
-    differing = int((ours().view(np.uint32) != theirs().view(np.uint32)).sum())
-    pipe.send((differing, matrix_SC.size, *_medians([ours, theirs], SPECTRA_TIMES)))
+    by_jax = on_device(jax.devices()[0])
+    for shape, exponent in MATRICES:
+        if math.prod(shape) <= largest:
+            matrix_RC = np.random.default_rng(2).standard_normal(shape, np.float32)
+            ours, by_numpy = partial(with_power, matrix_RC, exponent, by_jax), partial(with_power, matrix_RC, exponent)
+            differing = int((ours().view(np.uint32) != by_numpy().view(np.uint32)).sum())
+            seconds = min(seconds_of(ours) for _ in range(SPECTRA_TIMES))
+            pipe.send(Spectrum(shape, exponent, differing, matrix_RC.size, seconds, seconds_of(by_numpy)))
+    pipe.send(None)

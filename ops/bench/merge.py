@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -26,7 +25,6 @@ from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack, unpack, unpack_encoded
-from archipelago.merger.spectra import with_power
 from archipelago.ops.bench.harness import (
     INCARNATION,
     child,
@@ -78,8 +76,7 @@ def merge(quick: bool) -> dict[str, Any]:
 def _arithmetic(pipe: Connection, quick: bool) -> None:
     keep_freed_memory()  # The merger does this too, and numpy gains as much from it.
     rounds = 5 if quick else 15
-    found = codecs(10_000_000 if quick else 100_000_000, 3) + merging(1_000_000, rounds) + merging(10_000_000, rounds)
-    pipe.send(found + spectra(QUICK_ELEMENTS if quick else 1 << 30))
+    pipe.send(codecs(10**7 if quick else 10**8, 3) + merging(10**6, rounds) + merging(10**7, rounds))
 
 
 def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: int) -> Compared:
@@ -152,38 +149,6 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
         trusting, _, _ = _merger_and_bare(rule, elements, contributions, scores=False)
         found = ratio_of(trusting, ours, rounds)
         rows.append(_row(f"{what}, {rule}", "the same without scores of islands", found))
-    return rows
-
-
-# -- spectra ----------------------------------------------------------------------------------------------------------
-
-#: Rows, columns and exponent of hidden matrices and embeddings of models from 1 M to 1 B parameters.
-MATRICES = (
-    (128, 128, 0.0), (128, 512, 0.0), (512, 1408, 0.0), (768, 3072, 0.0), (1024, 4096, 0.0),
-    (256, 128, 0.5), (8192, 512, 0.5), (50257, 768, 0.5),
-)  # fmt: skip
-QUICK_ELEMENTS = 1_000_000
-
-
-def spectra(largest: int) -> list[dict[str, Any]]:
-    """Compare the spectrum of one matrix, taken once a round, with merging four contributions of it by RDA.
-
-    Numpy computes it, then XLA.
-    """
-    import jax
-
-    from archipelago.merger.xla_spectra import on_device
-
-    by_xla, rows = on_device(jax.local_devices(backend="cpu")[0]), []
-    for height, width, exponent in MATRICES:
-        if height * width > largest:
-            continue
-        matrix_RC = np.random.default_rng(0).standard_normal((height, width), np.float32)
-        by_rda, _, _ = _merger_and_bare("rda", matrix_RC.size, 4)
-        what = f"spectrum of {height:,} × {width:,}, exponent {exponent:g}"
-        numpys, xlas = partial(with_power, matrix_RC, exponent), partial(with_power, matrix_RC, exponent, by_xla)
-        rows.append(_row(what, "merging 4 int4 of it, RDA", ratio_of(by_rda, numpys, 1)))
-        rows.append(_row(f"{what}, XLA in int8", "numpy in float64", ratio_of(numpys, xlas, 1)))
     return rows
 
 
