@@ -109,7 +109,7 @@ class Published:
             for place in layout.merged:
                 name = layout.names[place]
                 template = layout.templates[name]
-                values = named[name].astype(template.dtype)
+                values = named[name].astype(template.dtype, order="C")
                 leaves[place] = values if name in on_host else own_copy(values, sharding_of(template))
             return jax.tree.unflatten(layout.structure, leaves)
 
@@ -125,8 +125,9 @@ class Published:
             return choose(lambda name: True)
 
     def _require_same(self, own: Sequence[Tensor], frozen: Sequence[Any]) -> None:
-        require_equal_tensors(self.whose, self.tensors, own, self.frozen, [values.name for values in frozen])
-        require_same_frozen(self.run, self.frozen, frozen)
+        more = [] if self.frozen else [Tensor(values.name, values.shape) for values in frozen]
+        require_equal_tensors(self.whose, self.tensors, [*own, *more], self.frozen, [values.name for values in frozen])
+        require_same_frozen(self.run, self.frozen, [] if more else frozen)
 
 
 def _spread() -> ConfigError:

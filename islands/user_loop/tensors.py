@@ -93,7 +93,7 @@ def require_equal_tensors(
     said = "; ".join(found[:NAMED_MAX]) + (f"; and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else "")
     raise MismatchError(
         "tensors", len(run), len(own),
-        "All islands of a run train the same model. For another model, create another run.",
+        "Give the model of the run: all its islands train the same. For another model, create another run.",
         code="loop.other-tensors",
         what=f"these parameters are not those of {whose}: {said}",
     )  # fmt: skip

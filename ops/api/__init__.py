@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from archipelago.islands.tasks.task import Task
     from archipelago.islands.user_loop.following import follow
     from archipelago.islands.user_loop.joining import JoinedRun, create, join
+    from archipelago.ops.weights.loading import load
 
     __version__: str
 
@@ -59,6 +60,7 @@ _HOMES = {
     "create": "archipelago.islands.user_loop.joining",
     "follow": "archipelago.islands.user_loop.following",
     "join": "archipelago.islands.user_loop.joining",
+    "load": "archipelago.ops.weights.loading",
 }
 
 __all__ = [
@@ -83,6 +85,7 @@ __all__ = [
     "create",
     "follow",
     "join",
+    "load",
 ]
 
 

@@ -177,6 +177,7 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
     origin = {"size": model.size, "run": manifest.run, "round": found.round, "step": found.step,
               "config_digest": manifest.config.digest()}  # fmt: skip
     if manifest.config.has_user_loops:  # only its scripts know its data
+        origin |= {"frozen": manifest.frozen} if manifest.frozen else {}
         return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
     origin |= {"vocabulary": model.vocabulary, "sequence_length": positions, "corpus": manifest.corpus.name,
                "corpus_digest": manifest.corpus.digest}  # fmt: skip

@@ -63,13 +63,7 @@ class WeightFiles:
         self.path = path
         self.folder = path if path.is_dir() else path.parent
         self.tokenizer = ""
-        self.files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not self.files or not self.files[0].is_file():
-            raise DataError(
-                f"there are no weights in {path}" if path.is_dir() else f"there is no file {path}",
-                "Name a .safetensors file, or a folder with one, such as `archipelago export` writes.",
-                code="weights.missing",
-            )
+        self.files = files_at(path)
         self.config = read_config(self.folder)
         if self.config.get("model_type") == "llama":
             from archipelago.islands.models.llama import require_compatible
@@ -98,7 +92,7 @@ class WeightFiles:
                         )
                     self.held[place.name] = held
         except (SafetensorError, OSError, ValueError) as error:
-            raise _damaged(file, error) from None
+            raise damaged(file, error) from None
 
     def require(self, tensors: Sequence[Tensor]) -> None:
         """Check that the files hold exactly these tensors.
@@ -169,7 +163,7 @@ class WeightFiles:
                             params[name] = value.T if self.held[name].transposed else value
                     output = params.pop(OUTPUT, output)
             except (SafetensorError, OSError, ValueError) as error:
-                raise _damaged(file, error) from None
+                raise damaged(file, error) from None
         if output is not None and not jnp.array_equal(output, params["embedding"]):
             raise DataError(
                 f"the weights in {self.path} do not fit the model: {OUTPUT} is not the embedding",
@@ -195,6 +189,18 @@ class WeightFiles:
         return f"{self.path.name} {whole.hexdigest()}"
 
 
+def files_at(path: Path) -> list[Path]:
+    """Return the files of weights in a folder, or the file itself. Raises DataError (`weights.missing`)."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise DataError(
+            f"there are no weights in {path}" if path.is_dir() else f"there is no file {path}",
+            "Name a .safetensors file, or a folder with one, such as `archipelago export` writes.",
+            code="weights.missing",
+        )
+    return files
+
+
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Read `config.json` in a folder. It is empty if there is none. Raise DataError (`weights.damaged`) or OSError."""
     path = folder / CONFIG_FILE
@@ -212,7 +218,8 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return found
 
 
-def _damaged(file: Path, error: Exception) -> DataError:
+def damaged(file: Path, error: Exception) -> DataError:
+    """Return the error that a file of weights is damaged."""
     return DataError(
         f"{file} cannot be read as safetensors ({error!s:.200})",
         "It may be incomplete. Restore it from a copy.",
