@@ -22,6 +22,7 @@ from archipelago.islands.pytorch.pieces import mesh_of
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.sync.participant import Host
+from archipelago.islands.user_loop.held_out import Evaluate
 from archipelago.islands.user_loop.new_run import create_run, settings
 from archipelago.islands.user_loop.session import Session
 from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
@@ -96,6 +97,7 @@ class Joining:
     names: Names | None = None
     island: str | None = None
     wait_seconds: float = 30.0
+    evaluate: Evaluate | None = None
 
     def parts(self) -> tuple[ModuleParameters, OptimizerState | None]:
         """Return the parameters, and the state of the optimisers if there are any."""
@@ -108,9 +110,11 @@ class TorchRun(Session):
 
     _parameters: ModuleParameters
     _state: OptimizerState | None
+    _replica: TorchReplica | None = None
 
     def __init__(self, given: Joining) -> None:
-        super().__init__(given.url, given.run, given.island, given.wait_seconds)
+        super().__init__(given.url, given.run, given.island, given.wait_seconds, given.evaluate)
+        self._model = given.model
         self._parameters, self._state = given.parts()
         self._llama_config = _llama_config(given.model) if given.names is llama.from_llama else None
         self._gives_state = self._state is not None
@@ -162,6 +166,12 @@ class TorchRun(Session):
     def _new_replica(self, manifest: Manifest) -> TorchReplica:
         return TorchReplica(manifest, self._parameters.device)
 
+    def _loss_of(self, vectors: Sequence[Vector]) -> Any:
+        assert self._replica is not None and self._evaluate is not None  # noqa: S101
+        with self._parameters.lent() as named:
+            self._replica.write(named, vectors)
+            return self._evaluate(self._model)
+
     def _use_state(self, state: Sequence[Any]) -> None:
         if self._state is not None:
             self._state.use(state)
@@ -191,6 +201,7 @@ def join(
     names: Names | None = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
+    evaluate: Evaluate | None = None,
 ) -> TorchRun | Follower:
     """Make a training script in PyTorch an island of a run.
 
@@ -215,6 +226,10 @@ def join(
         names: The names and layouts of the run where they are not those of the module: a table, or a function, from a
             parameter's name to the one in the run, or to a `Place`, which says whether the axes are swapped. `LLAMA` is
             the one from a Llama of transformers to our dense models. Other arguments and messages use the run's names.
+        evaluate: A function that gets the module, which holds the merged parameters meanwhile, is in evaluation mode
+            and computes no gradients, and returns their mean loss on held-out data. It is called as in JAX; all
+            processes of an island call it, and the loss of the first one counts. It takes the memory of another copy
+            of the parameters that are merged.
         url, name, island, wait_seconds: As in `archipelago.join`.
 
     Raises:
@@ -230,7 +245,7 @@ def join(
                 "Give an optimiser of PyTorch, or a list of them.",
                 code="loop.argument",
             )
-    return membership(Joining(url, name, model, several, buffers, trained, names, island, wait_seconds))
+    return membership(Joining(url, name, model, several, buffers, trained, names, island, wait_seconds, evaluate))
 
 
 def membership(given: Joining, group: Any = None) -> TorchRun | Follower:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -202,6 +203,29 @@ class ModuleParameters:
         """Raise ConfigError (`loop.frozen-changed`) if a frozen tensor has changed. This waits for the device."""
         put_back(self._model)
         self._watched.require_same()
+
+    @contextmanager
+    def lent(self) -> Iterator[dict[str, Any]]:
+        """Give the tensors by name to be overwritten, and bring their own bits back afterwards.
+
+        Meanwhile the module is in evaluation mode, and nothing computes gradients. This takes the memory of another
+        copy of the tensors that are merged.
+
+        Raises:
+            ConfigError: As `named` does.
+        """
+        named, modes = self.named(), {module: module.training for module in self._model.modules()}
+        with torch.no_grad():
+            own = {name: own_piece(tensor).clone() for name, tensor in named.items()}
+            try:
+                self._model.eval()
+                yield named
+            finally:
+                put_back(self._model)
+                for name, tensor in named.items():
+                    own_piece(tensor).copy_(own[name])
+                for module, mode in modes.items():
+                    module.training = mode
 
     def replace(self, named: Mapping[str, Any]) -> None:
         """Do nothing: the replica has changed the tensors in place."""

@@ -114,6 +114,10 @@ class Leader(Leading, TorchRun):
         self._team.tell(Work.GIVE_STATE)
         return [self._state.digest, *map(HostCopy, self._team.gather_state(self._state))]
 
+    def _loss_of(self, vectors: Sequence[Vector]) -> Any:
+        self._team.tell(Work.EVALUATE)
+        return super()._loss_of(vectors)
+
     def _use_state(self, state: Sequence[Any]) -> None:
         if self._state is not None:
             self._team.tell(Work.TAKE_STATE)
@@ -126,7 +130,8 @@ class Follower(Following):
     def __init__(self, given: Joining, new_team: Callable[[Any, str], Any]) -> None:
         self._parameters, self._state = given.parts()
         self._replica: SharedReplica | SplitReplica | None = None
-        super().__init__(given.run, given.island, partial(new_team, self._parameters.device))
+        super().__init__(given.run, given.island, partial(new_team, self._parameters.device), given.evaluate)
+        self._model = given.model
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
         """Do with the leader what it does. The arguments are those of the leader's call."""
@@ -151,6 +156,10 @@ class Follower(Following):
             team.gather_tensor(self._parameters, said.about)
         elif said.work == Work.GIVE_STATE and state is not None:
             team.gather_state(state)
+        elif said.work == Work.EVALUATE and replica is not None:
+            with self._parameters.lent() as named:
+                replica.write(named, [None] * len(replica.layout))
+                self._evaluate_along(lambda: self._model)
         elif said.work == Work.TAKE_STATE and state is not None:
             team.scatter_state(state, ())
             self.optimizer_origin = "the leader"

@@ -48,10 +48,15 @@ class TorchReplica:
 
     def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
         """Set the parameters to these float32 vectors, one for each fragment."""
+        self.write(params, vectors)
+        with torch.no_grad():
+            self.references = [_flatten(rows, params) for rows in self.layout]
+
+    def write(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
+        """Set the parameters to these vectors. The references stay."""
         with torch.no_grad():
             for fragment, vector_N in enumerate(vectors):
                 _write(self.layout[fragment], params, self._placed(fragment, vector_N))
-            self.references = [_flatten(rows, params) for rows in self.layout]
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts. The reference moves to what the merger will read."""
@@ -110,9 +115,16 @@ class SharedReplica(TorchReplica):
         self._tensors, self._team = parameters.tensors, team
 
     def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
-        """Set the parameters of all processes to the leader's vectors."""
+        """Set the parameters of all processes to the leader's vectors. Only the leader keeps references."""
         if self._team.leads:
             super().begin(params, vectors)
+        else:
+            self.write(params, vectors)
+
+    def write(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
+        """Set the parameters of all processes to the leader's vectors."""
+        if self._team.leads:
+            super().write(params, vectors)
         self._team.share(list(self._tensors.values()))
 
     def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:

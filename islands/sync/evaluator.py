@@ -17,10 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.errors import BrokerError, ConfigError, WireError
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import Evaluation, Snapshot
 from archipelago.broker.observe.curves import CurveWriter
@@ -34,8 +34,6 @@ DEVICE_SHARE: Final = 0.02
 LEASE_SECONDS: Final = 15.0
 #: The time between the beginnings of two evaluations, unless an island has a setting of its own.
 EVERY_SECONDS: Final = 15.0
-#: No held-out loss is larger. Its square is still finite.
-LOSS_MAX: Final = 1e150
 TICK_SECONDS: Final = 1.0
 #: How many reported losses wait for a broker that does not answer.
 REPORTS_KEPT: Final = 256
@@ -74,29 +72,6 @@ def mean_of(slices: Iterable[Measures]) -> Measures:
 
 #: From merged parameters, a float32 vector [N] for each fragment, to the measures of each slice, made one by one.
 EvaluateMerged = Callable[[Sequence[Vector]], Iterator[Measures]]
-
-
-def checked_loss(value: Any, source: str) -> float:
-    """Return a held-out loss as a number.
-
-    Args:
-        value: A number, or an array or tensor of one element, for which this waits.
-        source: The part of the script that gives it, for the error.
-
-    Raises:
-        ConfigError: It is no finite number (`loop.argument`).
-    """
-    try:
-        loss = math.nan if isinstance(value, str | bytes | bool) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers gives any of these
-        loss = math.nan
-    if not abs(loss) <= LOSS_MAX:
-        raise ConfigError(
-            f"{source} is {value!r:.60}, which is no finite number",
-            "Give the mean loss on held-out data: a number, or an array or tensor of one element.",
-            code="loop.argument",
-        )
-    return loss
 
 
 class Merged(NamedTuple):
@@ -147,6 +122,7 @@ class Evaluator:
     ) -> None:
         self._transport, self._manifest, self._who = transport, manifest, who
         self._evaluation, self._arrivals = evaluation, arrivals
+        self.evaluates = evaluation is not None
         self._every_seconds, self._curves = every_seconds, curves
         self._clock, self._wall = clock, wall
         self._used_seconds = 0.0  # of the device, by the last evaluation
@@ -183,7 +159,7 @@ class Evaluator:
     def turn(self) -> Evaluation | None:
         """Evaluate if this island holds the lease and an evaluation is due. Return the result, if any."""
         began = self._clock()
-        if self._evaluation is None or not self._holds_lease() or began < self._due:
+        if not self.evaluates or not self._holds_lease() or began < self._due:
             return None
         found = self._newest()
         evaluation = self._evaluate(found, self._stopping.is_set) if found else None
@@ -192,21 +168,31 @@ class Evaluator:
             self._round = evaluation.round
         return evaluation
 
-    def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
-        """Evaluate the final parameters if no other island still trains. Return the result, if any.
+    def finish(
+        self,
+        stopped: Callable[[], bool],
+        seconds: float = MERGED_SECONDS,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> Evaluation | None:
+        """Evaluate the final parameters if no other island still trains. A failure ends no island.
 
-        A failure ends no island.
+        Args:
+            stopped: Whether a signal has arrived.
+            seconds: How long to wait, by `pause`, until everything is merged.
+
+        Returns:
+            The result, if any.
         """
-        if self._evaluation is None:
+        if not self.evaluates:
             return None
-        return _attempt("evaluate the final parameters", lambda: self._finish(stopped))
+        return _attempt("evaluate the final parameters", lambda: self._finish(stopped, seconds, pause))
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
-        deadline = self._clock() + MERGED_SECONDS
+    def _finish(self, stopped: Callable[[], bool], seconds: float, pause: Callable[[float], None]) -> Evaluation | None:
+        deadline = self._clock() + seconds
         while self._transport.reader.backlog() and self._clock() < deadline and not stopped():
-            time.sleep(POLL_SECONDS)
+            pause(POLL_SECONDS)
         # The lease is free while this island looks at the others. Else two that end together could rely on each other.
         beats = (presence.heartbeat.state for presence in self._transport.reader.presences() if presence.is_live)
         if stopped() or any(state in ("joining", "training") for state in beats):

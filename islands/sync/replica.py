@@ -10,7 +10,7 @@ tensors that are split alike, and nothing is gathered (see `sharded_encoding`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -92,15 +92,25 @@ class Replica:
         for p, (rows, vector_N) in enumerate(zip(self.layout, vectors, strict=True)):
             is_exact = _is_exact(self._dtypes[p])
             held_N = vector_N if is_exact else np.array(vector_N)
-            # Slicing on the host compiles nothing. A loop may donate the copies.
-            for tensor, offset in rows:
-                template, part = self._templates[tensor.name], held_N[offset : offset + tensor.size]
-                own = part.reshape(tensor.shape).astype(template.dtype)
-                if not is_exact:
-                    part[:] = own.astype(np.float32).reshape(-1)
-                params[tensor.name] = own_copy(own, self._shardings[tensor.name])
+            for tensor, offset in [] if is_exact else rows:
+                part = held_N[offset : offset + tensor.size]
+                part[:] = part.astype(self._templates[tensor.name].dtype)
+            params |= self._tensors(p, held_N)
             self.references.append(self._placed(p, held_N))
         return dict(sorted(params.items()))
+
+    def merged(self, vectors: Sequence[Vector]) -> Tensors:
+        """Return the parameters by name in these float32 vectors, and keep the island's own."""
+        return {name: leaf for p, vector_N in enumerate(vectors) for name, leaf in self._tensors(p, vector_N).items()}
+
+    def _tensors(self, fragment: int, vector_N: Vector) -> Tensors:
+        """Return new arrays of a fragment, which a loop may donate. Slicing on the host compiles nothing."""
+        found = {}
+        for tensor, offset in self.layout[fragment]:
+            own = vector_N[offset : offset + tensor.size].reshape(tensor.shape)
+            own = own.astype(self._templates[tensor.name].dtype)
+            found[tensor.name] = own_copy(own, self._shardings[tensor.name])
+        return found
 
     def warm_up(self, tensors: Mapping[str, Any]) -> None:
         """Compile both directions of every fragment without changing anything."""

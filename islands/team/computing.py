@@ -37,6 +37,12 @@ class TeamReplica(Replica):
         fragments = range(len(self.sizes))
         return super().begin([self._shared(p, vectors[p] if vectors else None) for p in fragments])
 
+    def merged(self, vectors: Sequence[Vector] = ()) -> Tensors:
+        """Return the parameters in one vector of each fragment."""
+        self._team.tell(Work.EVALUATE)
+        fragments = range(len(self.sizes))
+        return super().merged([self._shared(p, vectors[p] if vectors else None) for p in fragments])
+
     def warm_up(self, tensors: Mapping[str, Any]) -> None:
         """Compile both directions of every fragment."""
         self._team.tell(Work.WARM_UP)

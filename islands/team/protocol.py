@@ -36,6 +36,7 @@ class Work(IntEnum):
     GIVE_TENSOR = 9  #: gather a tensor in the leader
     WARM_UP = 10  #: compile what syncs run
     WAIT = 11  #: nothing, while the leader waits for the end of the run
+    EVALUATE = 12  #: evaluate the merged parameters
 
 
 class Said(NamedTuple):

@@ -6,7 +6,6 @@ What they say to each other is in `protocol`. A framework adds what the processe
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,12 +13,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.sync.clock import REASONS, Clock, Joined
-from archipelago.islands.sync.evaluator import checked_loss
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.team.protocol import Said, Team, Work, leader_left
+from archipelago.islands.user_loop.held_out import Evaluate, checked_loss, require_evaluate
 from archipelago.islands.user_loop.session import Session
 
 log = logging.getLogger(__name__)
@@ -61,6 +59,11 @@ def told(said: Said, ended: str) -> Clock:
     return Clock(ended or REASONS[said.finished], said.step, said.steps)
 
 
+def _join_call(run: str, evaluate: Evaluate | None) -> str:
+    """Return the call of `join` in words. All processes evaluate, or none."""
+    return f"join {run}, evaluate=…" if evaluate else f"join {run}"
+
+
 class Leading(Session):
     """What the leader of several processes adds to the membership of a script."""
 
@@ -70,7 +73,7 @@ class Leading(Session):
 
     def __enter__(self) -> Self:
         """Join the run together with the others."""
-        self._team = self._new_team(f"join {self._run}")
+        self._team = self._new_team(_join_call(self._run, self._evaluate))
         try:
             super().__enter__()
         except BaseException:
@@ -118,7 +121,9 @@ class Leading(Session):
         """Leave the run. If all processes measure, they do so without an error only, and send the newest progress."""
         if self._ended or self._loop is None:
             return
-        if not self._team.leaves_together:
+        # The others also wait where the final parameters may be evaluated.
+        evaluates = self._evaluate is not None and (error is None or isinstance(error, StoppedBySignal))
+        if not (self._team.leaves_together or evaluates):
             super()._leave(error, awaits_merge=awaits_merge)
         elif error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
             is_ours = isinstance(error, Exception)
@@ -142,19 +147,17 @@ class Leading(Session):
         self._team.exchange(Said(finished=True))
         return found
 
-    def _final(self, timeout: float, pause: Callable[[float], None] = time.sleep) -> list[Vector]:
-        def wait(seconds: float) -> None:  # what the others wait for must not take long
-            pause(seconds)
-            self._team.tell(Work.WAIT)
-
-        return super()._final(timeout, wait)
+    def _pause(self, seconds: float) -> None:  # what the others wait for must not take long
+        super()._pause(seconds)
+        self._team.tell(Work.WAIT)
 
 
 class Following(Joined):
     """The membership of a script in a process that follows the leader."""
 
-    def __init__(self, run: str, island: str | None, new_team: NewTeam) -> None:
-        self._run, self._island, self._new_team = run, island or "", new_team
+    def __init__(self, run: str, island: str | None, new_team: NewTeam, evaluate: Evaluate | None = None) -> None:
+        require_evaluate(evaluate)
+        self._run, self._island, self._new_team, self._evaluate = run, island or "", new_team, evaluate
         self._team: Any = None
         self._said = Said()
         self._stop = StopSignal()
@@ -164,13 +167,21 @@ class Following(Joined):
     def _do(self, team: Any, said: Said) -> None:
         """Do one piece of work with the other processes."""
 
+    def _evaluate_along(self, merged: Callable[[], Any]) -> None:
+        """Evaluate the merged parameters with the leader, whose loss counts. An error here ends nothing."""
+        try:
+            if self._evaluate is not None:
+                self._evaluate(merged())
+        except Exception as error:  # noqa: BLE001 - as in the leader
+            log.warning("`evaluate` failed in this process: %.300s", error)
+
     def __enter__(self) -> Self:
         """Take the parameters and the optimiser's state from the leader.
 
         Raises:
             ConfigError: The leader could not join (`loop.leader-left`).
         """
-        self._team = self._new_team(f"join {self._run}")
+        self._team = self._new_team(_join_call(self._run, self._evaluate))
         self._hear()
         self._stop.watch()
         return self
@@ -191,7 +202,7 @@ class Following(Joined):
         if self._ended or self._team is None:
             return
         self._ended = self.reason or "left"
-        if not self._team.leaves_together:
+        if not (self._team.leaves_together or self._evaluate):
             return
         try:
             self._team.hear(partial(self._do, self._team))

@@ -14,6 +14,7 @@ from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.sync.participant import Host
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.user_loop.held_out import Evaluate
 from archipelago.islands.user_loop.new_run import create_run, settings
 from archipelago.islands.user_loop.parameters import LoopState, TreeParameters
 from archipelago.islands.user_loop.session import Session
@@ -98,6 +99,7 @@ class Joining:
     trained: Any = None
     island: str | None = None
     wait_seconds: float = 30.0
+    evaluate: Evaluate | None = None
 
     def newest_state(self) -> Callable[[], Any] | None:
         """Return the function that returns the newest state of the optimiser, if the script gives it."""
@@ -117,7 +119,7 @@ class JoinedRun(Session):
     _state: LoopState | None
 
     def __init__(self, given: Joining) -> None:
-        super().__init__(given.url, given.run, given.island, given.wait_seconds)
+        super().__init__(given.url, given.run, given.island, given.wait_seconds, given.evaluate)
         self._parameters = TreeParameters(given.params, given.trained)
         self._gives_state = callable(given.state)
         self._newest_state, self._state = given.newest_state(), None
@@ -196,6 +198,10 @@ class JoinedRun(Session):
         if self._replica is not None:
             self._replica.warm_up(self._parameters.named())
 
+    def _loss_of(self, vectors: Sequence[Vector]) -> Any:
+        assert self._replica is not None and self._evaluate is not None  # noqa: S101
+        return self._evaluate(self._parameters.tree_with(self._replica.merged(vectors)))
+
     def _use_state(self, state: Any) -> None:
         if self._state is not None:
             self.state = self._state.taken(state)
@@ -210,6 +216,7 @@ def join(
     trained: Any = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
+    evaluate: Evaluate | None = None,
 ) -> JoinedRun | Follower:
     """Make a training script in JAX an island of a run.
 
@@ -234,11 +241,15 @@ def join(
         island: The name of this island. One that stays the same over restarts continues its counts. The default is
             that of the join file, or a random one.
         wait_seconds: How long to wait at the start for a Redis that does not answer.
+        evaluate: A function that gets the merged parameters, in the tree of `run.params`, and returns their mean loss
+            on held-out data. One island at a time calls it, in `sync`: at most every 15 s, for at most 2 % of its
+            time, and once at the end of the run. If it fails, the island trains on and another one evaluates.
 
     Raises:
-        ConfigError: The tree has no floating-point leaf, or a leaf without a name, or `trained` does not fit it.
+        ConfigError: The tree has no floating-point leaf, or a leaf without a name, or `trained` does not fit it, or
+            `evaluate` takes no argument (`loop.argument`).
     """
-    given = Joining(url, name, params, state, trained, island, wait_seconds)
+    given = Joining(url, name, params, state, trained, island, wait_seconds, evaluate)
     if not TreeLayout.of(params, trained).is_spread:
         return JoinedRun(given)
     from archipelago.islands.user_loop.parallel import joined

@@ -114,7 +114,7 @@ class Follower(Following):
     """
 
     def __init__(self, given: Joining) -> None:
-        super().__init__(given.run, given.island, new_team)
+        super().__init__(given.run, given.island, new_team, given.evaluate)
         self._parameters = TreeParameters(given.params, given.trained)
         self._newest_state = given.newest_state()
         self._state: TeamState | None = None
@@ -145,6 +145,8 @@ class Follower(Following):
             if self._newest_state is not None and self._state is None:
                 self._state = TeamState(team, self._newest_state)
                 self.state = self._state.newest()
+        elif said.work == Work.EVALUATE and replica is not None:
+            self._evaluate_along(lambda: parameters.tree_with(replica.merged()))
         elif said.work == Work.TAKE_STATE and state is not None:
             self.state, self.optimizer_origin = state.taken(), "the leader"
         elif replica is not None:

@@ -86,12 +86,19 @@ class TreeParameters:
 
     def replace(self, named: Mapping[str, Any]) -> None:
         """Replace the arrays, and build the tree for the loop."""
-        self._named = dict(named)
+        self._named, self._leaves = dict(named), self._leaves_with(named)
+        self.tree = jax.tree.unflatten(self._structure, self._leaves)
+
+    def tree_with(self, named: Mapping[str, Any]) -> Any:
+        """Return the newest tree with these arrays in place of its own. Raises ConfigError as `named` does."""
+        self.named()
+        return jax.tree.unflatten(self._structure, self._leaves_with(named))
+
+    def _leaves_with(self, named: Mapping[str, Any]) -> list[Any]:
         leaves = list(self._leaves or ())
         for place in self.layout.merged:
-            leaves[place] = self._named[self.layout.names[place]]
-        self._leaves = leaves
-        self.tree = jax.tree.unflatten(self._structure, leaves)
+            leaves[place] = named[self.layout.names[place]]
+        return leaves
 
     def are_there(self) -> bool:
         """Return whether no array was donated to a later step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -21,10 +22,11 @@ from archipelago.islands.sync.arguments import island_name
 from archipelago.islands.sync.connection.checks import require_same_run
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.evaluator import Evaluator, checked_loss
+from archipelago.islands.sync.evaluator import MERGED_SECONDS, Evaluator
 from archipelago.islands.sync.membership import Membership
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
+from archipelago.islands.user_loop.held_out import Evaluate, LoopEvaluator, checked_loss, require_evaluate
 from archipelago.islands.user_loop.tensors import require_same_tensors
 
 log = logging.getLogger(__name__)
@@ -37,9 +39,13 @@ class Session(Membership):
     _state: Any
     #: Whether newcomers may ask for the state.
     _gives_state: bool
-    _evaluator: Evaluator | None = None
+    _evaluator: LoopEvaluator | None = None
+    #: How long to wait for the last rounds before the final evaluation.
+    _merge_seconds = MERGED_SECONDS
 
-    def __init__(self, url: str | None, run: str, island: str | None, wait_seconds: float) -> None:
+    def __init__(
+        self, url: str | None, run: str, island: str | None, wait_seconds: float, evaluate: Evaluate | None = None
+    ) -> None:
         """Note what to join. Nothing is contacted before the `with` begins.
 
         Args:
@@ -47,7 +53,13 @@ class Session(Membership):
             run: The name of the run.
             island: The name of this island; None for that of the join file, or a random one.
             wait_seconds: How long to wait for a Redis that does not answer at first.
+            evaluate: The script's function from parameters to a held-out loss, if it has one.
+
+        Raises:
+            ConfigError: That is no such function (`loop.argument`).
         """
+        require_evaluate(evaluate)
+        self._evaluate = evaluate
         super().__init__(
             run, lambda: island_name(url, island), lambda: connect_to(url, checked_name(run, "the run name")),
             Patience(wait_seconds, lambda: False),
@@ -74,6 +86,10 @@ class Session(Membership):
     @abstractmethod
     def _host(self, clock: Callable[[], float]) -> Host:
         """Return what the island says about its machine."""
+
+    @abstractmethod
+    def _loss_of(self, vectors: Sequence[Vector]) -> Any:
+        """Return what the script's function gives for the merged parameters, one vector for each fragment."""
 
     @abstractmethod
     def _use_state(self, state: Any) -> None:
@@ -106,10 +122,30 @@ class Session(Membership):
                 late.stop()
             return
         loop = self._require_joined("report")
+        self._evaluations(loop).report(loss, loop.ledger.closed, self.step)
+
+    def _evaluations(self, loop: Participant) -> LoopEvaluator:
         if self._evaluator is None:
-            self._evaluator = Evaluator(loop.link.transport, loop.manifest, loop.link.who, None, loop.link.all_held)
+            self._evaluator = LoopEvaluator(loop.link, self._loss_of if self._evaluate else None)
             self._evaluator.start()
-        self._evaluator.report(loss, loop.ledger.closed, self.step)
+        return self._evaluator
+
+    def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
+        super()._turn(steps, tokens, loss)
+        loop = self._loop
+        if self._evaluate and loop is not None and not loop.finished and self._evaluations(loop).serve():
+            loop.begin()  # the evaluation is no part of the next step's time
+
+    def _end(self, state: str) -> None:
+        if self._evaluate and self._evaluator is not None and state == "done":
+            self._evaluator.stop()
+            seconds = min(self._merge_seconds, MERGED_SECONDS)
+            with progress("evaluating the final parameters"):
+                self._evaluator.finish(lambda: self._stop.has_arrived, seconds, self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for the merger."""
+        time.sleep(seconds)
 
     def _close(self) -> None:
         if self._evaluator is not None:
@@ -134,7 +170,8 @@ class Session(Membership):
             BrokerError: The last rounds are not merged in time, as without a merger (`island.not-merged`), or Redis is
                 away. A later call may succeed.
         """
-        self._begin_again(self._final(timeout))
+        self._merge_seconds = timeout
+        self._begin_again(self._final(timeout, self._pause))
         return getattr(self, "params", None)
 
     # -- joining ------------------------------------------------------------------------------------------------------

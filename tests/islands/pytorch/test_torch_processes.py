@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.messages import Counters
+from archipelago.broker.messages import Counters, Evaluation
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import start_server
@@ -42,6 +43,7 @@ class Played:
     counters: Counters = field(default_factory=Counters)
     beats: Sequence[Presence] = ()
     merged: Values = field(default_factory=dict)
+    evaluations: Sequence[Evaluation] = ()
 
     def sums(self, dtype: Any) -> list[float]:
         """Return the sum of each of the run's tensors in a dtype, in the order of the module."""
@@ -71,7 +73,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
             with served(server.url, scenario) as merger:
                 said = found(scenario)
                 until(lambda: reader.counters().merged >= least, f"the contributions of {scenario}")
-            return Played(said, reader.counters(), reader.presences(), merged_by(merger))
+            return Played(said, reader.counters(), reader.presences(), merged_by(merger), reader.evaluations())
 
         try:
             out = {
@@ -107,11 +109,21 @@ def test_wrong_use_is_refused_in_every_process(played: dict[str, Played]) -> Non
 def test_data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -> None:
     run = played["replicated"]
     leader, other = run.found
-    assert leader == other, "clock, parameters and moments"
+    assert leader == other, "clock, parameters, moments and evaluations"
+    require_evaluated(run, leader)
+    assert run.evaluations[-1].round > 0, "the final parameters"
     assert sorted(leader["sums"]) == sorted(run.sums(torch.bfloat16))
     assert (leader["step"][0] >= 120, leader["step"][1]) == (True, "completed")
     assert run.counters.refused == 0
     assert run.islands <= {"both"}
+
+
+def require_evaluated(run: Played, leader: dict[str, Any]) -> None:
+    """Check that what the leader found was recorded."""
+    recorded = [each.bits_per_byte * math.log(2.0) for each in run.evaluations]
+    assert recorded == pytest.approx(leader["evaluated"])
+    assert len(recorded) > 0
+    assert {each.by for each in run.evaluations} == {"both"}
 
 
 def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[str, Played]) -> None:
@@ -119,6 +131,8 @@ def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[
     leader, other = run.found
     assert leader["new"] == other["new"] == [True, False]
     assert leader["weights"] == other["weights"]
+    assert leader["evaluated"] == other["evaluated"]
+    require_evaluated(run, leader)
     assert leader["step"] == other["step"] > 0
     assert leader["reason"] == other["reason"] == "left"
     assert leader["alone"] == "peer both", "one process takes the state of two"

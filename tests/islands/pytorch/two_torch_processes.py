@@ -109,8 +109,12 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
     different = []
     for turn in range(2):
         step(random, one, ours, team.on_host.rank)
-        with torch.no_grad():
+        with one.lent() as held, ours.lent() as named:
+            alone.write(held, first)
+            together.write(named, [given(each) for each in first])
+            lent = differing(one, ours, team.on_host.rank)
             parts(torch.zeros(2, 64, dtype=dtype))  # an evaluation leaves whole parameters behind
+        different += [f"{codec} lent {name}" for name in lent + differing(one, ours, team.on_host.rank)]
         for fragment, size in enumerate(manifest.sizes):
             expected, sent = alone.measure(fragment, one.named()), together.measure(fragment, ours.named())
             if team.leads and body_of(sent) != body_of(expected):
@@ -119,10 +123,14 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
             step(random, one, ours, team.on_host.rank)
             alone.adopt(fragment, one.named(), new_N.copy())
             together.adopt(fragment, ours.named(), given(new_N))
-    for name, tensor in one.named().items():
-        if not torch.equal(ours.pieces[name].piece(tensor, team.on_host.rank), own_piece(ours.named()[name])):
-            different.append(f"{codec} {name}")
+    different += [f"{codec} {name}" for name in differing(one, ours, team.on_host.rank)]
     return different, watched.largest, [max(manifest.sizes), manifest.parameters]
+
+
+def differing(one: ModuleParameters, ours: ModuleParameters, rank: int) -> list[str]:
+    """Return the names of the tensors of which this process has another piece than the whole model."""
+    pairs = [(name, tensor, own_piece(ours.named()[name])) for name, tensor in one.named().items()]
+    return [name for name, tensor, own in pairs if not torch.equal(ours.pieces[name].piece(tensor, rank), own)]
 
 
 def step(random: Any, one: ModuleParameters, ours: ModuleParameters, rank: int) -> None:
@@ -163,9 +171,9 @@ def island(url: str) -> dict[str, Any]:
     model = split(tuned())
     is_new = archipelago.pytorch.create(url, "island", model, steps=100_000, sync=SYNC)
     again = archipelago.pytorch.create(url, "island", model, steps=100_000, sync=SYNC)
-    alone = Alone(url)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with archipelago.pytorch.join(url, "island", model, optimizer, island="both") as run:
+    alone, evaluated = Alone(url), list[float]()
+    evaluate, optimizer = noting(evaluated), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with archipelago.pytorch.join(url, "island", model, optimizer, island="both", evaluate=evaluate) as run:
         train(model, optimizer, run, lambda: run._loop.ledger.closed > 6 and alone.has_begun())
     model, said = split(tuned()), run.reason
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -177,7 +185,8 @@ def island(url: str) -> dict[str, Any]:
         train(model, optimizer, run, lambda: run._loop.ledger.closed > 12)
     alone.stop()
     return {"new": [is_new, again], "alone": alone.optimizer_origin, "moments": moments, "steps": taken,
-            "has_moments": has_moments, "reason": said, "step": run.step, "weights": weights(model)}  # fmt: skip
+            "evaluated": evaluated, "has_moments": has_moments,
+            "reason": said, "step": run.step, "weights": weights(model)}  # fmt: skip
 
 
 def train(model: Any, optimizer: Any, run: Any, is_enough: Callable[[], bool]) -> None:
@@ -324,7 +333,9 @@ def replicated(url: str) -> dict[str, Any]:
         archipelago.pytorch.create(url, "replicated", model, steps=120, sync=SYNC)
     dist.barrier()
     torch.manual_seed(dist.get_rank())
-    with archipelago.pytorch.join(url, "replicated", model, optimizer, island="both") as run:
+    evaluated = list[float]()
+    joined = archipelago.pytorch.join(url, "replicated", model, optimizer, island="both", evaluate=noting(evaluated))
+    with joined as run:
         while not run.finished:
             inputs = torch.randn(4, 8, dtype=torch.bfloat16)
             loss = (model(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean()
@@ -337,7 +348,18 @@ def replicated(url: str) -> dict[str, Any]:
     found = {"values": list(model.parameters()), "moments": [each["exp_avg"] for each in optimizer.state.values()]}
     flat = {name: torch.cat([each.detach().float().reshape(-1) for each in found[name]]) for name in found}
     digests = {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
-    return {"step": clock, **digests, "sums": weights(model)}
+    return {"step": clock, "evaluated": evaluated, **digests, "sums": weights(model)}
+
+
+def noting(evaluated: list[float]) -> Callable[[Any], float]:
+    """Return a function that evaluates a model, with all processes of an island, and notes what it finds."""
+
+    def evaluate(model: Any) -> float:
+        size = next(model.parameters()).shape[-1]
+        evaluated.append(float(model(torch.ones(2, size, dtype=next(model.parameters()).dtype)).square().mean()))
+        return evaluated[-1]
+
+    return evaluate
 
 
 #: The last scenario ends a process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
             with served(server.url, kind) as merger:
                 alone = Alone(server.url, kind, folder)
                 out[kind] = found(kind, lambda alone=alone: not alone.has_failed)  # type: ignore[misc]
-            out[f"{kind} run"] = reader.counters(), merged_by(merger), reader.presences()
+            out[f"{kind} run"] = reader.counters(), merged_by(merger), reader.presences(), reader.evaluations()
         out["lost"] = both.processes[0].wait(), both.said()
     return out
 
@@ -133,7 +134,7 @@ def test_wrong_use_is_refused_in_every_process(played: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_are_one_island_of_a_run(played: dict[str, Any], kind: str) -> None:
     leader, other = played[kind]
-    counters, merged, beats = played[f"{kind} run"]
+    counters, merged, beats, evaluations = played[f"{kind} run"]
     assert leader["created"] == other["created"] == [True, False]
     assert leader["origins"][1] == "peer alone"
     assert other["origins"][1] == "the leader"
@@ -142,6 +143,9 @@ def test_two_processes_are_one_island_of_a_run(played: dict[str, Any], kind: str
     assert leader["losses"] == other["losses"]
     assert leader["reason"] == other["reason"] == "completed"
     assert leader["seen"] == other["seen"], "the same parameters after each sync"
+    assert leader["evaluated"] == other["evaluated"]
+    assert [each.bits_per_byte * math.log(2.0) for each in evaluations] == pytest.approx(leader["evaluated"])
+    assert {each.by for each in evaluations} <= {"both", "again"}
     assert leader["specs"] == [str(PartitionSpec(*KINDS[kind][name][0])) for name in sorted(KINDS[kind])]  # type: ignore[no-untyped-call]
     assert {beat.heartbeat.island for beat in beats} <= {"alone", "both", "again"}
     assert counters.refused == 0
@@ -150,6 +154,10 @@ def test_two_processes_are_one_island_of_a_run(played: dict[str, Any], kind: str
     for name, expected in merged.items():
         dtype = KINDS[kind][name][1]
         np.testing.assert_array_equal(np.array(leader["final"][name], np.float32), expected.astype(dtype), err_msg=name)
+
+
+def test_two_processes_evaluate_the_merged_parameters_together(played: dict[str, Any]) -> None:
+    assert any(leader["evaluated"] for leader, _ in (played[kind] for kind in KINDS))
 
 
 def test_a_lost_process_ends_the_island(played: dict[str, Any]) -> None:

@@ -56,6 +56,11 @@ def step(params: dict[str, Any], state: Any, batch: Any) -> tuple[Any, Any, Any]
     return {**rest, **optax.apply_updates(own, updates)}, state, loss
 
 
+@jax.jit
+def mean_square(values: Any) -> Any:
+    return jnp.mean(jnp.square(values.astype(jnp.float32)))
+
+
 def first_state(params: dict[str, Any]) -> Any:
     return OPTIMIZER.init({name: leaf for name, leaf in params.items() if name.startswith("own")})
 
@@ -84,10 +89,15 @@ class Training:
         self.params = tree(kind)
         self.state = jax.jit(first_state)(self.params)
         self.losses: list[float] = []
+        self.evaluated: list[float] = []
         self._seen = hashlib.sha256()
 
     def join(self, url: str, run: str, island: str) -> Any:
-        return archipelago.join(url, run, self.params, state=lambda: self.state, island=island)
+        return archipelago.join(url, run, self.params, state=lambda: self.state, island=island, evaluate=self.evaluate)
+
+    def evaluate(self, params: dict[str, Any]) -> float:
+        self.evaluated.append(float(mean_square(params["own.kernel"])))
+        return self.evaluated[-1]
 
     def train(self, run: Any, is_enough: Callable[[], bool]) -> None:
         """Train until there is enough, which all processes must find at the same step."""
@@ -121,7 +131,7 @@ def trained(folder: Path, url: str, kind: str) -> dict[str, Any]:
     awaited(folder / f"{kind}.begun")
     with mine.join(url, kind, "both") as run:
         origins = [run.optimizer_origin]
-        mine.train(run, lambda: run.step > STEPS // 2)
+        mine.train(run, lambda: run.finished or (run.step > STEPS // 2 and bool(mine.evaluated)))
     with mine.join(url, kind, "again") as run:
         origins.append(run.optimizer_origin)
         counts = int(run.state[0].count), float(jnp.max(run.state[0].nu["own.bias"]))
@@ -130,7 +140,7 @@ def trained(folder: Path, url: str, kind: str) -> dict[str, Any]:
     final = {name: np.asarray(gathered(leaf), np.float32).tolist() for name, leaf in params.items()}
     specs = [str(leaf.sharding.spec) for leaf in params.values()]
     return {"created": created, "origins": origins, "counts": counts, "losses": mine.losses, "seen": mine.seen,
-            "reason": reason, "final": final, "specs": specs}  # fmt: skip
+            "evaluated": mine.evaluated, "reason": reason, "final": final, "specs": specs}  # fmt: skip
 
 
 def gathered(leaf: Any) -> Any:
