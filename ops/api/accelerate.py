@@ -10,7 +10,7 @@ try:
     import accelerate as _accelerate
     import torch as _torch
 except ModuleNotFoundError as _error:
-    raise ImportError('archipelago.accelerate needs: pip install "archipelago-train[accelerate]"') from _error
+    raise ImportError("archipelago.accelerate needs: pip install '.[accelerate]' in a checkout") from _error
 
 from archipelago.islands.trainers.accelerate import LocalSGD
 

@@ -10,7 +10,7 @@ try:
     import lightning as _lightning
     import torch as _torch
 except ModuleNotFoundError as _error:
-    raise ImportError('archipelago.lightning needs: pip install "archipelago-train[lightning]"') from _error
+    raise ImportError("archipelago.lightning needs: pip install '.[lightning]' in a checkout") from _error
 
 from archipelago.islands.trainers.lightning import ArchipelagoCallback
 

@@ -10,7 +10,7 @@ try:
     import torch as _torch
     import transformers as _transformers
 except ModuleNotFoundError as _error:
-    raise ImportError('archipelago.transformers needs: pip install "archipelago-train[transformers]"') from _error
+    raise ImportError("archipelago.transformers needs: pip install '.[transformers]' in a checkout") from _error
 
 from archipelago.islands.trainers.transformers import ArchipelagoCallback
 
