@@ -85,6 +85,8 @@ class AcceleratorOptions(OutputOptions):
     """What to measure: steps with syncing (`steps`), also of a Llama in PyTorch (`pytorch`, which needs the extra
     llama), quantising against a copy (`quantiser`), the bytes of each codec that differ between this device and numpy
     (`bits`), the same and the time of spectra of matrices (`spectra`), or `run.sync` in a user's own loop (`loop`)."""
+    spectra: Literal["cpu", "gpu"] = "cpu"
+    """Where the merger changes spectra, as for `archipelago merger`. It runs beside the island."""
     mesh: str | None = None
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
     config: Path | None = None
@@ -152,14 +154,11 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
         say("spectra of matrices on this device and by numpy")
         largest = ELEMENTS_QUICK if options.quick else ELEMENTS_CPU if backend == "cpu" else ELEMENTS
         with child(change_spectra, largest) as changing:
-            while spectrum := changing.receive():
-                what = "the spectrum of {:,} × {:,}, exponent {:g}".format(*spectrum.shape, spectrum.exponent)
-                rows.append(
-                    _row(
-                        f"{what}: values that differ from numpy's", spectrum.differing, "all", spectrum.total, goal=0.0
-                    )
-                )
-                rows.append(_row(f"{what}, ms", 1e3 * spectrum.device_seconds, "numpy", 1e3 * spectrum.numpy_seconds))
+            while found := changing.receive():
+                shape, exponent, differing, total, seconds, numpys = found
+                what = "the spectrum of {:,} × {:,}, exponent {:g}".format(*shape, exponent)
+                rows.append(_row(f"{what}: values that differ from numpy's", differing, "all", total, goal=0.0))
+                rows.append(_row(f"{what}, ms", 1e3 * seconds, "numpy", 1e3 * numpys))
     return {"models": models, "elements": elements, "rows": rows}
 
 
@@ -190,7 +189,7 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
         os.sched_setaffinity(server.pid, others)
         with child(create_run, server.url, config) as creating:
             creating.receive()
-        held.enter_context(child(serve_merger, server.url, RUN, others)).receive()
+        held.enter_context(child(serve_merger, server.url, RUN, others, 1, 0, False, options.spectra)).receive()
         say(f"{_what(config)}: steps with syncing and without take turns")
         with child(sync_and_not, server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())) as trainer:
             for number in range(pairs):
@@ -213,7 +212,7 @@ def torch_turns(config: RunConfig, options: AcceleratorOptions) -> TorchTurns | 
     with own_redis() as server, child(sync_in_torch, server.url, mine, config, pairs, seconds) as looping:
         os.sched_setaffinity(server.pid, others)
         looping.receive()
-        with child(serve_merger, server.url, RUN, others) as merger:
+        with child(serve_merger, server.url, RUN, others, 1, 0, False, options.spectra) as merger:
             merger.receive()
             looping.pipe.send("served")
             found: TorchTurns = looping.receive()

@@ -126,21 +126,11 @@ def _hard_values(elements: int) -> Iterator[Vector]:
     yield odd_N
 
 
-class Spectrum(NamedTuple):
-    """The spectrum of one matrix: its shape, the exponent, the values that differ in any bit, all, and seconds."""
-
-    shape: tuple[int, int]
-    exponent: float
-    differing: int
-    total: int
-    device_seconds: float
-    numpy_seconds: float
-
-
 def change_spectra(pipe: Connection, largest: int) -> None:
-    """Send the spectra of all MATRICES with no more elements, changed by JAX on this device and by numpy.
+    """Send what JAX on this device and numpy make of all MATRICES with no more elements, and None.
 
-    Each travels to the device and back, as it does for a merger.
+    For each: shape, exponent, values whose bits differ, values, seconds on the device and in numpy. A matrix travels to
+    the device and back, as it does for a merger.
     """
     import jax
 
@@ -154,5 +144,5 @@ def change_spectra(pipe: Connection, largest: int) -> None:
             ours, by_numpy = partial(with_power, matrix_RC, exponent, by_jax), partial(with_power, matrix_RC, exponent)
             differing = int((ours().view(np.uint32) != by_numpy().view(np.uint32)).sum())
             seconds = min(seconds_of(ours) for _ in range(SPECTRA_TIMES))
-            pipe.send(Spectrum(shape, exponent, differing, matrix_RC.size, seconds, seconds_of(by_numpy)))
+            pipe.send((shape, exponent, differing, matrix_RC.size, seconds, seconds_of(by_numpy)))
     pipe.send(None)

@@ -76,7 +76,7 @@ def child(
     `environment` has variables that only the new process gets.
     """
     parent_end, child_end = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=_work, args=(work, child_end, *arguments), daemon=True)
+    process = _SPAWN.Process(target=_work, args=(work, child_end, *arguments))
     before = dict(os.environ)
     os.environ.update(environment or {})  # A spawned process reads the environment when it starts.
     process.start()
@@ -281,6 +281,7 @@ def serve_merger(
     processes: int = 1,
     threads: int = 0,
     counts_pieces: bool = False,
+    spectra: str = "cpu",
 ) -> None:
     """The merger's process: say "ready", serve until it is killed, and answer any message with the time of its pieces.
 
@@ -290,20 +291,24 @@ def serve_merger(
         processes: The processes that share these cores.
         threads: The threads that change spectra; 0 for the default.
         counts_pieces: Whether to count the time of the pieces of a merge.
+        spectra: Where large spectra are changed, as for `archipelago merger`.
     """
     if cores:
         os.sched_setaffinity(0, set(cores))
     os.environ |= {"JAX_PLATFORMS": "cpu", **thread_environment(processes)}  # before JAX looks at its devices
     keep_freed_memory()
 
+    from archipelago.merger.accelerator import Accelerator
     from archipelago.merger.executor import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import has_ended_here, merger_name, serve
+    from archipelago.merger.spectra import by_xla
 
     pieces = Pieces(OF_MERGER if counts_pieces else {})
     merger = Merger(
-        connect(url, run), holder=merger_name(), threads=threads, is_gone=has_ended_here, executor=in_background
-    )
+        connect(url, run), holder=merger_name(), threads=threads, is_gone=has_ended_here, executor=in_background,
+        compiled=Accelerator() if spectra == "gpu" else by_xla,
+    )  # fmt: skip
     pipe.send("ready")
 
     def stopped() -> bool:
