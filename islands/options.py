@@ -36,7 +36,7 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     folder: Path | None = None
     """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME."""
     task: str | None = None
-    """The task of the run, FILE.py:NAME, if it trains a task of its users (docs/guide/your-training.md)."""
+    """The task of the run, FILE.py:NAME, if it trains a task of its users (docs/guide/tasks.md)."""
     mesh: str | None = None
     """How to use several devices of this machine, such as data=2,fsdp=2,tensor=1 (docs/guide/many-devices.md). By
     default all devices are on `data`: each has all parameters and its share of a batch.

@@ -97,7 +97,7 @@ class ParityOptions(OutputOptions):
     """
 
     task: str | None = None
-    """A task of your own, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
+    """A task of your own, FILE.py:NAME, in place of one of our models (docs/guide/tasks.md)."""
 
     trials: tuple[ArmName, ...] = ()
     """What to try, in this order. The default is the first seven; of a task the first two. The last three

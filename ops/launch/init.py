@@ -48,7 +48,7 @@ class InitOptions:
     config: Path | None = None
     """A TOML file with settings. Flags override it."""
     task: str | None = None
-    """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
+    """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/tasks.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes."""
     resume: str | None = None

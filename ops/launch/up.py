@@ -86,7 +86,7 @@ class UpOptions(WorkerOptions):
     metrics_port: int | None = None
     """Serve Prometheus metrics: the merger's at http://HOST:PORT/metrics, each island's at the next port."""
     task: str | None = None
-    """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
+    """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/tasks.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The weights that a new run begins with: a .safetensors file or its folder, such as `export` writes."""
     config: Path | None = None
