@@ -38,7 +38,7 @@ deploy: $(LINKED)  ## the files of ops/deploy on a real Slurm and as an image (r
 	PATH=$(CURDIR)/$(BIN):$$PATH ops/deploy/slurm/check_requeue.sh
 	ops/deploy/check_image.sh
 
-docs: $(LINKED) $(DOCS)  ## the pages that follow from the code, and the site in build/site; fails at a dead link
+docs: $(LINKED) $(DOCS)  ## the pages that follow from the code, and the site in the folder site; fails at a dead link
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -58,7 +58,7 @@ lock:  ## write new pins: versions and hashes for every supported Python, withou
 	rm -rf .lock
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The lock names every package that is needed. pip must not look for more (--no-deps): pip before 23.3 takes the newest
 # release where a package asks for an extra, such as coverage[toml], and then finds no hash for it.
