@@ -31,6 +31,8 @@ FORMAT = "0.4"
 #: The packages whose versions a manifest records.
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 MISSING = "not installed"
+#: The most characters of a model's own settings, which all workers read.
+MODEL_CONFIG_MAX = 1 << 16
 #: The code of the error that another version of archipelago has made a run.
 OTHER_FORMAT = "config.format"
 _NATS_PER_BIT = math.log(2.0)
@@ -112,6 +114,7 @@ class Manifest:
         frozen: The tensors of the model that are not trained, by digest. They are in no fragment, and never sent.
         task: The name of the users' task that the islands train; empty for our models, and for users' scripts.
         shards: S, the number of shards that the fragments are dealt out to.
+        model_config: The settings of a model of `transformers` as JSON, for exports; empty for other models.
         shard: The number of the shard, in the manifest of one of several (`of_shard`); None in the run's own.
     """
 
@@ -125,6 +128,7 @@ class Manifest:
     frozen: tuple[FrozenTensor, ...] = ()
     task: str = ""
     shards: int = 1
+    model_config: Annotated[str, StringConstraints(max_length=MODEL_CONFIG_MAX)] = ""
     shard: int | None = None
 
     @cached_property
@@ -252,6 +256,7 @@ class Manifest:
             "frozen": json.dumps(self.frozen),
             "task": self.task,
             "shards": str(self.shards),
+            "model_config": self.model_config,
             "format": FORMAT,
         }
 
@@ -267,6 +272,7 @@ class Manifest:
                 {name: json.loads(fields[name]) for name in ("tensors", "fragments", "corpus", "versions", "frozen")}
                 | {name: fields[name] for name in ("run", "uid", "task")}
                 | {"config": configs.from_json(fields["config"]), "shards": fields.get("shards", "1")}
+                | {"model_config": fields.get("model_config", "")}
             )
             manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:

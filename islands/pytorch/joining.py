@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
-from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.broker.manifest import MODEL_CONFIG_MAX, Manifest, Tensor
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import Names
 from archipelago.islands.pytorch.host import HostCopy, torch_host
@@ -73,15 +74,17 @@ def create(
     config = settings(steps, sync, merge, outer, adopt, wire, record=record)
     parameters = ModuleParameters(model, buffers, trained, names)
     named, tensors = parameters.named(), parameters.manifest_tensors(kinds_by(kinds))
+    own = "" if names else _config_text(model)
+    made = partial(create_run, url, name, config, shards, tensors, model_config=own)
     if (mesh := mesh_of(unwrapped(model)[0])) is not None:
         from archipelago.islands.pytorch.parallel import create_split
 
-        return create_split(mesh, parameters, partial(create_run, url, name, config, shards, tensors), f"create {name}")
+        return create_split(mesh, parameters, made, f"create {name}")
 
     def first(tensor: str) -> Any:
         return named[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()
 
-    return create_run(url, name, config, shards, tensors, first, parameters.frozen_values)
+    return made(first, parameters.frozen_values)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class TorchRun(Session):
         super().__init__(given.url, given.run, given.island, given.wait_seconds, given.evaluate)
         self._model = given.model
         self._parameters, self._state = given.parts()
-        self._llama_config = _llama_config(given.model) if given.names is llama.from_llama else None
+        self._llama_config = _own_config(given.model) if given.names is llama.from_llama else None
         self._gives_state = self._state is not None
         self._replica: TorchReplica | None = None
 
@@ -177,10 +180,20 @@ class TorchRun(Session):
             self._state.use(state)
 
 
-def _llama_config(model: Any) -> Mapping[str, Any] | None:
-    """Return the settings of a Llama of transformers; None for another module."""
+def _own_config(model: Any) -> Mapping[str, Any] | None:
+    """Return the settings of a model of transformers; None for another module."""
     config = getattr(unwrapped(model)[0], "config", None)
     return None if config is None or not hasattr(config, "to_dict") else config.to_dict()
+
+
+def _config_text(model: Any) -> str:
+    """Return the settings of a model of transformers as JSON, for exports; empty for another module."""
+    config = _own_config(model)
+    if config is None or "model_type" not in config:
+        return ""
+    architectures = config.get("architectures") or [type(unwrapped(model)[0]).__name__]
+    text = json.dumps({**config, "architectures": architectures}, default=str, sort_keys=True)
+    return text if len(text) <= MODEL_CONFIG_MAX else ""
 
 
 def _kept(loss: Any) -> Any:

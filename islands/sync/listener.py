@@ -225,6 +225,11 @@ class Listener:
         return receiver.is_over or receiver.pumps.failure is not None or self._found()[1] > self._rounds
 
     @property
+    def manifest(self) -> Manifest:
+        """The run."""
+        return self._receiver.manifest
+
+    @property
     def bytes_down(self) -> int:
         """How many bytes of parameters were downloaded."""
         return self._receiver.uplink.bytes_down

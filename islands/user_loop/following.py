@@ -140,7 +140,7 @@ def _spread() -> ConfigError:
 
 def follow(
     url: str | None,
-    name: str,
+    name: str | None,
     like: Any = None,
     *,
     consistent: bool = True,
@@ -157,7 +157,7 @@ def follow(
 
     Args:
         url: The URL of the Redis or of a replica of it, or the path of a join file; None for $ARCHIPELAGO_URL.
-        name: The name of the run.
+        name: The name of the run; None for $ARCHIPELAGO_RUN, or the only run there.
         like: A `torch.nn.Module`, whose parameters each version replaces in place; any pytree of arrays, of which each
             version makes a new one with these shardings and dtypes; or None for float32 arrays of numpy by name.
         consistent: Whether each version is the whole model after a whole cycle of rounds, in which each fragment was
@@ -174,7 +174,7 @@ def follow(
         BrokerError: The Redis cannot be reached, or has no such run.
     """
     patience = Patience(wait_seconds, lambda: False)
-    transport = patience(lambda: connect_to(url, checked_name(name, "the run name")))
+    transport = patience(lambda: connect_to(url, name and checked_name(name, "the run name")))
     try:
         manifest = patience(transport.reader.manifest)
         fill = Published.of(manifest).filling(like, names)

@@ -78,6 +78,7 @@ def create_run(
     tensors: Sequence[Tensor],
     first: FirstValues,
     frozen: Frozen,
+    model_config: str = "",
 ) -> bool:
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
@@ -86,6 +87,7 @@ def create_run(
         first: Returns their first values.
         frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
             because `join` compares them.
+        model_config: The settings of a model of `transformers` as JSON, for exports.
         url, name, config, shards: What the script gives to `create`.
 
     Raises:
@@ -98,7 +100,7 @@ def create_run(
     run = checked_name(name, "the run name")
     fragments = balanced(tensors, config.sync.fragments)
     whole = Manifest(run, config, tuple(tensors), fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
-    manifest = with_shards(whole, shards)
+    manifest = with_shards(replace(whole, model_config=model_config), shards)
     transport = connect_to(url, run)
     try:
         return _create(transport, manifest, first, frozen)

@@ -76,12 +76,12 @@ def _uses(found: RunParameters, out: Path, kind: str) -> Iterator[str]:
             f"only the trained tensors are in it; {found.manifest.frozen_parameters:,} frozen parameters are those of "
             "the base model, which the run does not have"
         )
+    if kind != OWN_KIND:
+        yield f"in transformers:  AutoModelForCausalLM.from_pretrained('{out}'), or the class of your model"
     if found.manifest.config.has_user_loops:
         yield f"in a script:  safetensors.numpy.load_file('{out / WEIGHTS_FILE}') has the tensors by name"
         return
-    if kind == "llama":
-        yield f"elsewhere:  transformers.AutoModelForCausalLM.from_pretrained('{out}')"
-    else:
+    if kind == OWN_KIND:
         yield (
             f"the tensors have our own names (model_type {OWN_KIND!r}), because other programs have no model that "
             f"computes the same as {found.manifest.config.model.size!r}"
@@ -149,7 +149,7 @@ def require_new(out: Path) -> None:
 
 
 def write(found: RunParameters, out: Path, dtype: str) -> str:
-    """Write the folder, completely or not at all. Return the model type: `llama` or our own.
+    """Write the folder, completely or not at all. Return the model type: that of `transformers`, or our own.
 
     Raises:
         ConfigError: The disk does not take it (`file.disk-full`).
@@ -160,7 +160,8 @@ def write(found: RunParameters, out: Path, dtype: str) -> str:
     with staged_folder(out) as stage:
         _write_json(stage / CONFIG_FILE, config)
         path, meaning = stage / WEIGHTS_FILE, {TOKENIZER_KEY: tokenizer.meaning} if tokenizer else {}
-        _write_safetensors(path, found.params, dtype, meaning, is_llama=config["model_type"] == "llama")
+        is_ours = tokenizer is not None and config["model_type"] == "llama"
+        _write_safetensors(path, found.params, dtype, meaning, is_llama=is_ours)
         path.chmod((stage / CONFIG_FILE).stat().st_mode)  # Safetensors lets only the user read the file.
         if tokenizer is not None:
             _write_tokenizer(stage, tokenizer, found.manifest.config.data.sequence_length)
@@ -168,17 +169,22 @@ def write(found: RunParameters, out: Path, dtype: str) -> str:
 
 
 def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
-    """Return `config.json`: a Llama's for a dense model, else our own. Both say where the parameters come from."""
+    """Return `config.json`: a Llama's for a dense model, that of a model of `transformers`, else our own.
+
+    All say where the parameters come from.
+    """
     from archipelago.islands.models.llama import config_of as llama_config
     from archipelago.islands.models.registry import MODELS
 
     manifest = found.manifest
     model, positions = manifest.config.model, manifest.config.data.sequence_length
     origin = {"size": model.size, "run": manifest.run, "round": found.round, "step": found.step,
-              "config_digest": manifest.config.digest()}  # fmt: skip
+              "config_digest": manifest.config.digest(), "uid": manifest.uid}  # fmt: skip
     if manifest.config.has_user_loops:  # only its scripts know its data
         origin |= {"frozen": manifest.frozen} if manifest.frozen else {}
-        return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
+        # Without the frozen tensors, the file is not the model that these settings describe.
+        own = {} if manifest.frozen or not manifest.model_config else json.loads(manifest.model_config)
+        return {"model_type": OWN_KIND, **own, "torch_dtype": dtype, OWN_KIND: origin}
     origin |= {"vocabulary": model.vocabulary, "sequence_length": positions, "corpus": manifest.corpus.name,
                "corpus_digest": manifest.corpus.digest}  # fmt: skip
     entry = MODELS.get(model.size)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from archipelago.broker.config import OWN_MODEL
 from archipelago.broker.errors import MismatchError
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.invitation import names_redis
@@ -80,7 +81,7 @@ def _of_files(path: Path, like: Any, names: Names | None) -> Any:
     try:
         return filled(named)
     except MismatchError:
-        if config.get("model_type") != "llama" or not own:
+        if config.get("model_type") != "llama" or own.get("size", OWN_MODEL) == OWN_MODEL:
             raise
     # Our dense models are exported as Llamas, which have other names and layouts.
     places = {name: from_llama(name) for name in named}
