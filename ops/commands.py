@@ -82,6 +82,9 @@ GROUPS: Mapping[str, Verbs] = {
     },
     "Model": {
         "export": Verb("archipelago.ops.weights.export", "ExportOptions", "Write the merged model as safetensors."),
+        "serve-weights": Verb(
+            "archipelago.ops.weights.serving", "ServeWeightsOptions", "Keep a folder with the newest weights of a run."
+        ),
         "generate": Verb(
             "archipelago.ops.weights.generate", "GenerateOptions", "Continue a prompt with a run's model."
         ),
@@ -158,6 +161,9 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "export": {
         "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",
         "archipelago export redis://HOST:6379 --run demo --out demo-llama": "Write the newest parameters of a run.",
+    },
+    "serve-weights": {
+        "archipelago serve-weights weights/ redis://HOST:6379 --run demo": "Hand each version on to inference engines.",
     },
     "generate": {
         "archipelago generate demo-llama --prompt 'def main(' --tokens 200": "Continue a prompt with an export.",

@@ -1,0 +1,97 @@
+"""`archipelago serve-weights`: keep a folder with the newest versions of a run's parameters, for inference engines."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from archipelago.broker.errors import ConfigError, require_number
+from archipelago.broker.files import make_untracked, sync
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.process import print_json
+from archipelago.islands.user_loop.following import follow
+from archipelago.ops.settings import say
+from archipelago.ops.weights.export import OWN_KIND, RunParameters, write
+from archipelago.ops.weights.safetensors_files import read_config
+
+#: The names of the folders of versions, and of the link to the newest one.
+PREFIX, LATEST = "weight_v", "latest"
+
+
+@dataclass(frozen=True)
+class ServeWeightsOptions:
+    """Keep a folder with the newest parameters of a run while it trains, one folder of safetensors for each version.
+
+    The link `latest` leads to the newest one. Each folder appears whole. The number in its name is the run's round.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The folder, in which `weight_v000012` and others are made."""
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """The URL of the Redis or of a replica of it, or a join file. The default is $ARCHIPELAGO_URL."""
+    run: str | None = None
+    """The name of the run. The default is $ARCHIPELAGO_RUN, or the only run there."""
+    keep: int = 3
+    """How many versions to keep. A reader has the time of as many versions to read one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """The dtype of the numbers in the files."""
+    wait_seconds: float = 30.0
+    """How many seconds to wait at the start for a Redis that does not answer."""
+    json: bool = False
+    """Print one JSON object for each version."""
+
+
+def main(options: ServeWeightsOptions) -> int:
+    """Write each version until the run ends."""
+    require_number("--keep", options.keep, "Keep 1 version or more.", 1)
+    make_untracked(options.folder)
+    with follow(options.url, options.run, wait_seconds=options.wait_seconds) as listener:
+        _require_own(options.folder, listener.manifest)
+        for version in listener:
+            target = options.folder / f"{PREFIX}{version.round:06d}"
+            if not target.exists():  # an earlier process has written it
+                origin = "its Redis"
+                found = RunParameters(listener.manifest, version.params, version.round, version.step, origin)
+                write(found, target, options.dtype)
+            publish(target, options.keep)
+            if options.json:
+                print_json({"round": version.round, "step": version.step, "folder": str(target)})
+            else:
+                say(f"round {version.round:,}, step {version.step:,}: {target}")
+    return 0
+
+
+def publish(target: Path, keep: int) -> None:
+    """Let the link lead to this version, and delete all but the newest ones. A reader sees no folder torn."""
+    folder, link = target.parent, target.with_name(f".{LATEST}.{secrets.token_hex(4)}")
+    link.symlink_to(target.name)
+    link.replace(folder / LATEST)
+    sync(folder)
+    for old in _versions(folder)[:-keep]:
+        hidden = old.with_name(f".{old.name}.staged-{secrets.token_hex(4)}")  # deleted later if this process dies here
+        old.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _versions(folder: Path) -> list[Path]:
+    """Return the folders of versions, the oldest first."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def _require_own(folder: Path, manifest: Manifest) -> None:
+    """Raise ConfigError (`export.exists`) if the folder has versions of another run."""
+    for path in _versions(folder)[-1:]:
+        own = read_config(path).get(OWN_KIND)
+        if not isinstance(own, dict) or (own.get("run"), own.get("uid")) != (manifest.run, manifest.uid):
+            raise ConfigError(
+                f"{os.fspath(path)} has weights of another run than {manifest.run!r}",
+                "Name another folder, or delete it.",
+                code="export.exists",
+            )
