@@ -18,7 +18,7 @@ from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.events import Event, remedy_of
 from archipelago.ops.watch.history import POINTS_DRAWN, History, QueueRow, columns, newest, thinned
-from archipelago.ops.watch.run_view import RunView, merger_in_words
+from archipelago.ops.watch.run_view import RunView, evaluated, merger_in_words
 from archipelago.ops.watch.watcher import RunReading
 
 PAGE = Path(__file__).parent / "page"
@@ -47,12 +47,11 @@ def page_of(reading: RunReading, manifest: Manifest) -> dict[str, Any]:
     control, served = dict(view.control.fields), merger_in_words(view)
     if not view.merger.holder:  # It begins with a word, not with a name.
         served = served[0].upper() + served[1:]
-    evaluated = view.evaluated_unix_seconds
     strips = [{member.island: member.staleness for member in entry.members} for entry in view.tape]
     return {
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
         "problems": [asdict(problem) for problem in reading.problems],
-        "held_out_age": max(0.0, reading.unix_seconds - evaluated) if evaluated else math.nan,
+        "evaluated": evaluated(view, reading.unix_seconds),
         "settings": settings(manifest),
         "changed": list(differing(config, RunConfig())),
         "unix_seconds": reading.unix_seconds,

@@ -232,6 +232,20 @@ class RunView:
         }
 
 
+def evaluated(view: RunView, now: float) -> str:
+    """Return when the held-out loss was measured and of which round, or how to get one, as a sentence."""
+    if not view.evaluated_unix_seconds:
+        if view.has_scripts:
+            return "no held-out loss: give `join` an `evaluate`, or call `run.report(held_out=…)`"
+        if_any = ", if the task has an `evaluate`" if view.task else ""
+        return f"no held-out loss yet: one island evaluates as soon as it trains{if_any}"
+    by = f" by {view.evaluated_by}" if view.evaluated_by else ""
+    behind = view.rounds - view.evaluated_round
+    rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
+    age = ago(max(0.0, now - view.evaluated_unix_seconds))
+    return f"held-out loss of round {view.evaluated_round:,} ({rounds}), evaluated {age} ago{by}"
+
+
 def merger_in_words(view: RunView) -> str:
     """Return who serves the run, when the last round closed, and who stands by."""
     status = view.merger

@@ -18,7 +18,7 @@ from archipelago.broker.observe.logs import printable
 from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
-from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, merger_in_words
+from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, evaluated, merger_in_words
 from archipelago.ops.watch.state_line import StateLine, state_line
 from archipelago.ops.watch.watcher import Outage, RunReading
 
@@ -124,11 +124,9 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
         f"({view.step / max(1, view.steps):.0%})",
     )
     held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
-    if view.has_scripts and not view.evaluated_unix_seconds:
-        held_out = ""  # only the scripts know the model
+    held_out = "" if math.isnan(view.held_out_last) else held_out
     grid.add_row("quality", f"{held_out}training loss {number(view.loss)}, in {view.unit}")
-    if held_out:
-        grid.add_row("", Text(printable(evaluated(view, time.time())), style="dim"))
+    grid.add_row("", Text(printable(evaluated(view, time.time())), style="dim"))
     grid.add_row(
         "islands",
         f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "
@@ -152,16 +150,6 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     if changes := describe_control(view.control):
         grid.add_row("steered", Text(printable(changes), style="yellow"))
     return grid
-
-
-def evaluated(view: RunView, now: float) -> str:
-    """Return when the held-out figure was measured and of which round, as a sentence."""
-    if not view.evaluated_unix_seconds:
-        return "not evaluated yet"
-    by = f" by {view.evaluated_by}" if view.evaluated_by else ""
-    behind = view.rounds - view.evaluated_round
-    rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
-    return f"evaluated {ago(now - view.evaluated_unix_seconds)} ago{by}, of round {view.evaluated_round:,} ({rounds})"
 
 
 def _add_tokens(grid: Table, view: RunView, equals: str) -> None:

@@ -97,13 +97,11 @@ function ending(seconds) {
 
 function writeTiles(run) {
   put("bits", fixed(run.held_out_last, 4));
-  const old = page.held_out_age, by = run.evaluated_by;
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
-  put("learn-sub", [
-    run.passes === null && !run.task && old === null ? "The islands are training scripts of their users, so nothing is evaluated." :
-    old === null ? (run.task ? "No evaluation yet: one island evaluates as soon as it trains, if the task has an `evaluate`." : "No evaluation yet: one island evaluates as soon as it trains.") : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(run.evaluated_round)}${by ? ` by ${by}` : ""}, ${span(old)} old.`,
+  $("learn-sub").replaceChildren(...worded("p", "", [
+    `${page.evaluated[0].toUpperCase()}${page.evaluated.slice(1)}.`, run.held_out_first !== null && `The first was ${fixed(run.held_out_first)}.`,
     ending(state.seconds_left),
-  ].filter(Boolean).join(" "));
+  ].filter(Boolean).join(" ")).childNodes);
   put("size", count(run.known));
   put("live", count(run.live));
   put("part", count(run.participating));

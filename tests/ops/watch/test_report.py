@@ -252,11 +252,11 @@ def test_the_result_of_a_run_in_one_sentence() -> None:
     }
     report |= {"unit": "bits per byte"}
     assert result_in_words(report) == (
-        "finished in 90 s: 2 islands reached 2.5000 bits per byte on held-out text, "
+        "finished in 90 s: 2 islands reached 2.5000 bits per byte on held-out data, "
         "25.0% above one process on as many tokens (2.0000)"
     )
     alone = result_in_words(report | {"held_out_one_process": math.nan, "finished": False, "islands": 1})
-    assert alone == "interrupted in 90 s: 1 island reached 2.5000 bits per byte on held-out text"
+    assert alone == "interrupted in 90 s: 1 island reached 2.5000 bits per byte on held-out data"
     assert "nothing was evaluated" in result_in_words(report | {"held_out_last": math.nan})
 
 

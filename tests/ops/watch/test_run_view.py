@@ -18,8 +18,8 @@ from archipelago.broker.transport import Memory, Transport
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.reading import BALANCE_TRIES, RECENT_ROUNDS, observe, summarise
-from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.terminal import evaluated, render
+from archipelago.ops.watch.run_view import RunView, evaluated
+from archipelago.ops.watch.terminal import render
 from archipelago.ops.watch.watcher import RunReading
 from tests import samples
 from tests.intercept import Intercepted
@@ -112,6 +112,8 @@ def test_what_is_not_known_yet() -> None:
     assert all(math.isnan(value) for value in (view.loss, view.held_out_first, view.held_out_last))
     assert view.islands == ()
     assert "ago" not in evaluated(view, 1090.0)
+    assert "run.report" in evaluated(replace(view, passes=math.nan), 1090.0), "only a script can evaluate its model"
+    assert "`evaluate`" in evaluated(replace(view, passes=math.nan, task="digits"), 1090.0)
     text = words(shown(view, 80))
     assert "0 known, 0 live, 0 participating" in text
     assert "training loss –, in bits per byte" in text
@@ -129,6 +131,7 @@ def test_the_age_of_the_newest_evaluation_is_known() -> None:
     said = evaluated(view, 1090.0)
     assert "30 s ago by b" in said
     assert "round 3 (4 rounds ago)" in said
+    assert "0 s ago" in evaluated(view, 1000.0), "the clock of the island is ahead"
 
 
 class Torn(Intercepted):
@@ -240,7 +243,7 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
     assert "an-island-" in text
     # Text from islands is not interpreted as markup.
     assert "an-island-with-a-long-name-7: Its link fails: [red]no[/] link" in text
-    assert "held-out loss – (first –)" in text
+    assert "no held-out loss yet" in text
 
 
 def test_formatted_sizes_and_numbers() -> None:
