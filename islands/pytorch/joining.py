@@ -71,7 +71,7 @@ def create(
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A parameter holds NaN or infinity (`loop.not-finite`).
     """
-    config = settings(steps, sync, merge, outer, adopt, wire, record=record)
+    config = settings(steps, record=record, sync=sync, merge=merge, outer=outer, adopt=adopt, wire=wire)
     parameters = ModuleParameters(model, buffers, trained, names)
     named, tensors = parameters.named(), parameters.manifest_tensors(kinds_by(kinds))
     own = "" if names else _config_text(model)

@@ -37,17 +37,9 @@ log = logging.getLogger(__name__)
 def create_split(
     mesh: Any, parameters: ModuleParameters, create: Callable[[FirstValues, Frozen], bool], call: str
 ) -> bool:
-    """Create a run of a model that is split over processes, all of which call this. Return what `create` returned.
+    """Create a run of a model that is split over processes, as `create_together` says.
 
-    Args:
-        mesh: The mesh of the model.
-        parameters: Its parameters.
-        create: Called in the leader with functions that gather one tensor, and those that are frozen.
-        call: The call in words.
-
-    Raises:
-        ConfigError: The leader has failed (`loop.leader-left`), or another process does something else
-            (`loop.not-together`).
+    `create` is called in the leader with functions that gather one tensor, and those that are frozen.
     """
     team = ProcessTeam(mesh, None, parameters.device, call)
 
@@ -63,13 +55,7 @@ def create_split(
 
 
 def joined(mesh: Any, group: Any, given: Joining) -> Leader | Follower:
-    """Return the membership of this process.
-
-    Args:
-        mesh: The mesh that the model is split over; None if all processes hold all of it.
-        group: The process group of DistributedDataParallel, without a mesh.
-        given: What the script gives to `join`.
-    """
+    """Return the membership of this process, from the mesh of the model or the group of DistributedDataParallel."""
     new_team = partial(ProcessTeam, mesh, group)
     return (Leader if dist.get_rank() == ranks_of(mesh, group)[0] else Follower)(given, new_team)
 

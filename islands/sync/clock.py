@@ -21,13 +21,7 @@ REASONS = (
 
 
 class Clock(NamedTuple):
-    """What the loop asks after each step.
-
-    Attributes:
-        reason: Why to stop, one of `REASONS`.
-        step: The run's clock in steps.
-        steps: The length of the run in steps.
-    """
+    """What the loop asks after each step, under the names that it asks for."""
 
     reason: str = ""
     step: int = 0

@@ -11,7 +11,7 @@ import signal
 import threading
 from types import FrameType
 
-from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
+from archipelago.broker.control import IN_WORDS
 from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.islands.sync.participant import Participant
@@ -23,8 +23,6 @@ FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
 #: At the end of the run, an island waits this long for the merger to merge its last contributions.
 MERGED_SECONDS = 10.0
-#: Why an island leaves that an operator has asked to, which is also the kind of its note.
-KINDS = {DRAIN: "drained", EXPEL: "expelled"}
 #: The exit status of a process that SIGTERM has ended.
 TERMINATED = 128 + signal.SIGTERM
 
@@ -101,7 +99,7 @@ def leave_cleanly(loop: Participant, *, awaits_merge: bool = True) -> str:
         `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
     """
     state = "done" if loop.finished else "left"
-    if state == "left" and loop.must_leave:
+    if state == "left" and loop.reason:
         log.warning("leaves: %s", leave_reason(loop)[1])
     if not loop.parameters.are_there():
         log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
@@ -147,32 +145,18 @@ def _await_merge(loop: Participant, seconds: float | None) -> None:
     warn_of_few_syncs(log, syncs)
 
 
-def reason_to_leave(loop: Participant) -> str:
-    """Return why the island is to leave, as in `clock.REASONS`; empty if it may go on."""
-    beats = loop.link.heartbeats
-    if beats.is_replaced:
-        return "replaced"
-    if loop.finished:
-        return "completed"
-    return KINDS.get(beats.request, "stranded" if loop.is_stranded else "")
-
-
 def leave_reason(loop: Participant) -> tuple[str, str]:
     """Return why the island leaves, as a note's kind and text."""
-    match reason_to_leave(loop):
-        case "replaced":
-            return "replaced", "a newer process has this island's name"
-        case "completed":
-            return "left", "the run is at its end"
-        case "stranded":
-            return "left", (
-                f"no merger served the run while it made {loop.unserved_steps:,} steps, as many as the whole run has. "
-                "Its work waits in Redis: start a merger, and then the island again"
-            )
-        case "":
-            return "left", "it was stopped"
-        case kind:
-            return kind, IN_WORDS[loop.link.heartbeats.request]
+    if loop.reason == "stranded":
+        return "left", (
+            f"no merger served the run while it made {loop.unserved_steps:,} steps, as many as the whole run has. "
+            "Its work waits in Redis: start a merger, and then the island again"
+        )
+    if loop.reason == "replaced":
+        return "replaced", "a newer process has this island's name"
+    if loop.reason in ("drained", "expelled"):
+        return loop.reason, IN_WORDS[loop.link.heartbeats.request]
+    return "left", "the run is at its end" if loop.finished else "it was stopped"
 
 
 def leave_after(loop: Participant, error: BaseException) -> None:

@@ -32,7 +32,7 @@ from archipelago.islands.sync.connection.checks import require_same_run
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.final import final_vectors
-from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly, reason_to_leave
+from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer, OwnStore
 from archipelago.islands.turn_log import MeasuredTurns, Pacer
@@ -199,7 +199,7 @@ class Membership(Joined):
         if (loop := self._loop) is None:
             return Clock(self._ended)
         steps = loop.link.heartbeats.run_steps
-        reason = reason_to_leave(loop) or ("signalled" if self._stop.has_arrived else "")
+        reason = loop.reason or ("signalled" if self._stop.has_arrived else "")
         return Clock(self._ended or reason, min(loop.ledger.global_step, steps), steps)
 
     @property

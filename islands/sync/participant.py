@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from archipelago.broker.codecs import codec
+from archipelago.broker.control import DRAIN, EXPEL
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Marker, Resume
@@ -29,6 +30,8 @@ from archipelago.islands.sync.recovery import OptimizerAccess, StateForPeer
 
 #: An island that no merger serves leaves after as many steps as the run has, and no sooner than after this time.
 STRANDED_SECONDS = 60.0
+#: Why an island stops that an operator has asked to.
+_ASKED = {DRAIN: "drained", EXPEL: "expelled"}
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +129,13 @@ class Participant:
         return self.ledger.merged_step >= steps or (is_served and self.ledger.global_step >= steps)
 
     @property
-    def must_leave(self) -> bool:
-        """True if the operator asked for it, if a newer process has the island's name, or if the island is stranded."""
-        return bool(self.link.heartbeats.request) or self.link.heartbeats.is_replaced or self.is_stranded
+    def reason(self) -> str:
+        """Why to stop, as in `clock.REASONS`; empty to go on."""
+        if self.link.heartbeats.is_replaced:
+            return "replaced"
+        if self.finished:
+            return "completed"
+        return _ASKED.get(self.link.heartbeats.request, "stranded" if self.is_stranded else "")
 
     @property
     def is_stranded(self) -> bool:

@@ -37,7 +37,8 @@ def create_together(team: Team, create: Callable[[], bool], give: Callable[[int]
         give: Gathers a tensor in the leader, by its number; called in the others.
 
     Raises:
-        ConfigError: The leader has failed (`loop.leader-left`).
+        ConfigError: The leader has failed (`loop.leader-left`), or another process does something else
+            (`loop.not-together`).
     """
     if team.leads:
         try:
@@ -229,11 +230,7 @@ class Following(Joined):
         self._stop.require_heard(bool(self._said.stopping))
 
     def final(self, timeout: float = 60.0) -> Any:
-        """Leave, and take the run's own parameters with the leader, which waits for them.
-
-        Raises:
-            ConfigError: The island still trains (`loop.left`), or the leader has failed (`loop.leader-left`).
-        """
+        """Leave, and take the run's own parameters with the leader. Raises ConfigError (`loop.leader-left`)."""
         self._require_over()
         self.leave()
         if self._team.hear(partial(self._do, self._team)).has_left:

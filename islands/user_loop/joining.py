@@ -75,7 +75,7 @@ def create(
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A leaf holds NaN or infinity (`loop.not-finite`).
     """
-    config = settings(steps, sync, merge, outer, adopt, wire, record=record)
+    config = settings(steps, record=record, sync=sync, merge=merge, outer=outer, adopt=adopt, wire=wire)
     layout = TreeLayout.of(params, trained)
     leaves = layout.leaves_of(params)
     for leaf, values in leaves.items():

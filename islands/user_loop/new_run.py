@@ -6,20 +6,16 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import (
     OWN_MODEL,
-    AdoptConfig,
     InnerConfig,
-    MergeConfig,
     ModelConfig,
-    OuterConfig,
     RunConfig,
-    SyncConfig,
-    WireConfig,
     checked,
     differences,
 )
@@ -44,30 +40,11 @@ FirstValues = Callable[[str], Vector]
 Frozen = Callable[[], Sequence[FrozenValues]]
 
 
-def settings(
-    steps: int,
-    sync: SyncConfig | None,
-    merge: MergeConfig | None,
-    outer: OuterConfig | None,
-    adopt: AdoptConfig | None,
-    wire: WireConfig | None,
-    *,
-    record: bool,
-) -> RunConfig:
+def settings(steps: int, *, record: bool, **sections: object) -> RunConfig:
     """Return the settings that a script gives to `create`. Raises ConfigError for impossible ones."""
-    return checked(
-        RunConfig(
-            record=record,
-            model=ModelConfig(size=OWN_MODEL),
-            inner=InnerConfig(steps=steps),
-            sync=sync or SyncConfig(),
-            merge=merge or MergeConfig(),
-            outer=outer or OuterConfig(),
-            adopt=adopt or AdoptConfig(),
-            wire=wire or WireConfig(),
-        ),
-        "the settings of `create`",
-    )
+    given: dict[str, Any] = {name: section for name, section in sections.items() if section is not None}
+    config = RunConfig(record=record, model=ModelConfig(size=OWN_MODEL), inner=InnerConfig(steps=steps), **given)
+    return checked(config, "the settings of `create`")
 
 
 def create_run(

@@ -29,17 +29,9 @@ from archipelago.islands.user_loop.tree import TreeLayout, host_vector, pieces
 
 
 def create_spread(layout: TreeLayout, params: Any, create: Callable[[FirstValues, Frozen], bool], call: str) -> bool:
-    """Create a run of a tree that is spread over processes, all of which call this. Return what `create` returned.
+    """Create a run of a tree that is spread over processes, as `create_together` says.
 
-    Args:
-        layout: The layout of the tree.
-        params: The tree.
-        create: Called in the leader with functions that gather one leaf, and those that are frozen.
-        call: The call in words.
-
-    Raises:
-        ConfigError: The leader has failed (`loop.leader-left`), or another process does something else
-            (`loop.not-together`).
+    `create` is called in the leader with functions that gather one leaf, and those that are frozen.
     """
     leaves = SpreadLeaves(new_team(call), layout, params)
 

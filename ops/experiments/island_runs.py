@@ -45,7 +45,7 @@ class LockstepRun(VirtualRun):
         self.clock.now = self._agenda[0][0]
         self._agenda.clear()  # all of it happens now
         for island in list(self.islands.values()):
-            if island.finished or island.must_leave:
+            if island.reason:
                 self.remove_island(island.name, farewell=True)
         self._act_once()
         self.turn()

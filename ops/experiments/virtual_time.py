@@ -228,7 +228,7 @@ class VirtualRun:
 
     def _step(self, island: Island) -> None:
         name = island.name
-        if island.finished or island.must_leave:
+        if island.reason:
             self.remove_island(name, farewell=True)
             return
         self._exchange(island)

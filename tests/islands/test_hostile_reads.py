@@ -98,7 +98,7 @@ def test_an_island_trains_on_whatever_it_reads(attacks: list[Any]) -> None:
         for _ in range(2):
             island.link.pump()
             assert island.link.pumps.failure is None
-            if island.must_leave:
+            if island.reason:
                 return  # the operator, or a claim to its name, asked for it
             island.boundary()
             island.advance()
@@ -124,6 +124,6 @@ def test_a_starting_island_ends_at_most_with_a_sentence(attacks: list[Any]) -> N
     rejoin.complete()
     island.link.pump()
     assert island.link.pumps.failure is None
-    if not island.must_leave:
+    if not island.reason:
         island.boundary()
         island.advance()

@@ -43,8 +43,9 @@ def test_an_island_leaves_when_it_reads_the_request_and_an_excluded_name_cannot_
     requests = []
     for fields in ({"island.b": action}, {"island.a": action}, {"island.a": ""}):
         steered(run, island, fields)
-        requests.append(island.must_leave)
-    assert requests == [False, True, True], "the first request is for another island, and the second one holds"
+        requests.append(island.reason)
+    reason = {"drain": "drained", "expel": "expelled"}[action]
+    assert requests == ["", reason, reason], "the first request is for another island, and the second one holds"
     steps = island.totals.steps
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
     assert leave_cleanly(island) == "left"

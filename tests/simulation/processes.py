@@ -176,7 +176,7 @@ class IslandProcess(Process):
     def act(self) -> None:
         simulation, island = self.simulation, self.island
         self._pump()
-        if self.must_leave or island.must_leave or (simulation.faults and simulation.happens(0.01)):
+        if self.must_leave or island.reason or (simulation.faults and simulation.happens(0.01)):
             leave(island, flush_seconds=0.0)
             self._pump()
             self.store.finish(island)
