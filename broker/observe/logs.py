@@ -92,6 +92,18 @@ def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str
     return origin
 
 
+def show_unless_set_up() -> None:
+    """Log to standard error in a user's script, until it sets up logging itself."""
+    ours, root = logging.getLogger(LOGGERS[0]), logging.getLogger()
+    if ours.handlers or ours.level or root.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines("%(asctime)s archipelago %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(lambda record: not root.handlers)
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+
+
 def as_json() -> bool:
     """Return whether this process logs JSON objects."""
     return _formatter() is not None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ from archipelago.islands.pytorch.host import HostCopy, torch_host
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.pieces import mesh_of
 from archipelago.islands.pytorch.replica import TorchReplica
+from archipelago.islands.pytorch.schedule import ScheduleWatch
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.sync.participant import Host
 from archipelago.islands.user_loop.held_out import Evaluate
@@ -31,11 +32,14 @@ from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, Trained, k
 if TYPE_CHECKING:
     from archipelago.islands.pytorch.parallel import Follower
 
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Loss: TypeAlias = float | torch.Tensor
+
 
 def create(
     url: str | None,
     name: str,
-    model: Any,
+    model: torch.nn.Module,
     *,
     steps: int,
     sync: SyncConfig | None = None,
@@ -93,8 +97,8 @@ class Joining:
 
     url: str | None
     run: str
-    model: Any
-    optimizers: Sequence[Any] = ()
+    model: torch.nn.Module
+    optimizers: Sequence[torch.optim.Optimizer] = ()
     buffers: Sequence[str] = ()
     trained: Trained | None = None
     names: Names | None = None
@@ -122,8 +126,9 @@ class TorchRun(Session):
         self._llama_config = _own_config(given.model) if given.names is llama.from_llama else None
         self._gives_state = self._state is not None
         self._replica: TorchReplica | None = None
+        self._schedule = ScheduleWatch(given.optimizers[0]) if given.optimizers else None
 
-    def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
+    def sync(self, *, tokens: int | None = None, loss: Loss | None = None, steps: int = 1) -> None:
         """Sync after `optimizer.step()`. It changes the model's parameters in place, and never waits for the run.
 
         Most calls do nothing. Now and then a fragment is sent, or arrives.
@@ -138,6 +143,8 @@ class TorchRun(Session):
             DivergedError: A parameter or the loss is not finite.
         """
         self._turn(steps, tokens, _kept(loss))
+        if self._schedule is not None:
+            self._schedule.look(self.step, steps)
 
     # -- what PyTorch adds to a session -------------------------------------------------------------------------------
 
@@ -206,8 +213,8 @@ def _kept(loss: Any) -> Any:
 def join(
     url: str | None,
     name: str,
-    model: Any,
-    optimizer: Any = None,
+    model: torch.nn.Module,
+    optimizer: Optimizers | None = None,
     *,
     buffers: Sequence[str] = (),
     trained: Trained | None = None,
@@ -250,7 +257,8 @@ def join(
             (`loop.argument`). The `with` also refuses a Llama that computes something else than the run's model
             (`llama.different`).
     """
-    several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    one: Any = optimizer
+    several: list[Any] = [] if one is None else list(one) if isinstance(one, list | tuple) else [one]
     for each in several:
         if not hasattr(each, "param_groups"):
             raise ConfigError(

@@ -23,7 +23,7 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.pytorch.host import HostCopy
-from archipelago.islands.pytorch.joining import Joining, TorchRun
+from archipelago.islands.pytorch.joining import Joining, Loss, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica
 from archipelago.islands.pytorch.team import ProcessTeam, ranks_of
@@ -119,7 +119,7 @@ class Follower(Following):
         super().__init__(given.run, given.island, partial(new_team, self._parameters.device), given.evaluate)
         self._model = given.model
 
-    def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
+    def sync(self, *, tokens: int | None = None, loss: Loss | None = None, steps: int = 1) -> None:
         """Do with the leader what it does. The arguments are those of the leader's call."""
         self._turn()
 

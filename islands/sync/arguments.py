@@ -57,17 +57,17 @@ def checked_counts(steps: Any, tokens: Any) -> tuple[int, int]:
     if not 1 <= whole <= CALL_STEPS_MAX or not 0 <= count <= whole * OWN_TOKENS_PER_STEP_MAX:
         raise ConfigError(
             f"steps={_shown(steps)} with tokens={_shown(tokens)} are impossible",
-            f"Give the steps since the last call, 1 to {CALL_STEPS_MAX:,}, and the tokens that they trained on, at "
-            f"most {OWN_TOKENS_PER_STEP_MAX:,} for each step.",
+            f"Give whole numbers: the steps since the last call, 1 to {CALL_STEPS_MAX:,}, and the tokens that they "
+            f"trained on, at most {OWN_TOKENS_PER_STEP_MAX:,} for each step.",
             code="loop.argument",
         )
     return whole, max(count, 1)
 
 
 def _whole(tokens: Any) -> int:
-    if isinstance(tokens, str | bytes):
+    if isinstance(tokens, str | bytes) or (whole := int(tokens)) != tokens:
         raise TypeError(tokens)
-    return int(tokens)
+    return whole
 
 
 def require_loss(loss: Any) -> None:

@@ -131,8 +131,9 @@ class Membership(Joined):
         self._thread = threading.get_ident()
         self._stop.watch()
         log.info(
-            "joined %s as %s at round %s on %s, optimiser state: %s",
-            manifest.run, name, loop.ledger.closed, loop.host.device, loop.optimizer_origin,
+            "joined %s as %s at step %s of %s (round %s) on %s, optimiser state: %s",
+            manifest.run, name, f"{self.step:,}", f"{self.steps:,}", loop.ledger.closed, loop.host.device,
+            loop.optimizer_origin,
             extra={"round": loop.ledger.closed},
         )  # fmt: skip
         if loop.finished:

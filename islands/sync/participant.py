@@ -233,7 +233,7 @@ class Participant:
             raise DivergedError(
                 f"The loss of {self.name} is not finite",
                 "Start the island again: it takes the run's parameters and fresh optimiser state. If all islands end "
-                "this way, use a lower learning rate (--inner.learning-rate of a new run).",
+                "this way, use a lower learning rate: in your script, or --inner.learning-rate of a new run.",
             )
 
     def require_sound(self) -> None:

@@ -142,8 +142,7 @@ class Leading(Session):
         try:
             found = super().final(timeout)
         except BaseException:
-            with suppress(*GONE):
-                self._team.exchange(Said(has_left=1))
+            self._tell_of_error()
             raise
         self._team.exchange(Said(finished=True))
         return found

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jax.typing import ArrayLike
+
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import ConfigError
@@ -18,8 +20,8 @@ from archipelago.islands.user_loop.held_out import Evaluate
 from archipelago.islands.user_loop.new_run import create_run, settings
 from archipelago.islands.user_loop.parameters import LoopState, TreeParameters
 from archipelago.islands.user_loop.session import Session
-from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, kinds_by
-from archipelago.islands.user_loop.tree import TreeLayout, host_vector, require_values
+from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
+from archipelago.islands.user_loop.tree import PyTree, TreeLayout, host_vector, require_values
 from archipelago.islands.worker import jax_host
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 def create(
     url: str | None,
     name: str,
-    params: Any,
+    params: PyTree,
     *,
     steps: int,
     sync: SyncConfig | None = None,
@@ -38,7 +40,7 @@ def create(
     adopt: AdoptConfig | None = None,
     wire: WireConfig | None = None,
     kinds: str | KindOf = EMBEDDINGS,
-    trained: Any = None,
+    trained: Trained | None = None,
     record: bool = False,
     shards: int = 1,
 ) -> bool:
@@ -94,9 +96,9 @@ class Joining:
 
     url: str | None
     run: str
-    params: Any
-    state: Any = None
-    trained: Any = None
+    params: PyTree
+    state: PyTree | Callable[[], PyTree] = None
+    trained: Trained | None = None
     island: str | None = None
     wait_seconds: float = 30.0
     evaluate: Evaluate | None = None
@@ -132,7 +134,9 @@ class JoinedRun(Session):
         """The parameters: those of the run at first, then those that `sync` returned last."""
         return self._parameters.tree
 
-    def sync(self, params: Any, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> Any:
+    def sync(
+        self, params: PyTree, *, tokens: int | None = None, loss: ArrayLike | None = None, steps: int = 1
+    ) -> PyTree:
         """Sync between two steps, and return the parameters to train on with. It never waits for the run.
 
         Most calls do nothing and return `params` itself. Now and then a fragment is sent, or arrives.
@@ -210,10 +214,10 @@ class JoinedRun(Session):
 def join(
     url: str | None,
     name: str,
-    params: Any,
+    params: PyTree,
     *,
-    state: Any = None,
-    trained: Any = None,
+    state: PyTree | Callable[[], PyTree] = None,
+    trained: Trained | None = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
     evaluate: Evaluate | None = None,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
 from archipelago.broker.codecs import Vector
@@ -118,7 +119,7 @@ class Follower(Following):
         """The parameters: those of the run at first, then those that `sync` returned last."""
         return self._parameters.tree
 
-    def sync(self, params: Any, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> Any:
+    def sync(self, params: Any, *, tokens: int | None = None, loss: ArrayLike | None = None, steps: int = 1) -> Any:
         """Do with the leader what it does, and return the parameters. The arguments are those of the leader's call."""
         self._parameters.offer(self._team.settled(params) if self._team is not None else params)
         self._turn()

@@ -12,6 +12,7 @@ from typing import Any
 from archipelago.broker.codecs import Vector
 from archipelago.broker.frozen import FrozenValues, require_same_frozen
 from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.broker.observe.logs import show_unless_set_up
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import Patience, connect_to
 from archipelago.broker.redis.keys import checked_name
@@ -60,6 +61,7 @@ class Session(Membership):
         """
         require_evaluate(evaluate)
         self._evaluate = evaluate
+        show_unless_set_up()
         super().__init__(
             run, lambda: island_name(url, island), lambda: connect_to(url, checked_name(run, "the run name")),
             Patience(wait_seconds, lambda: False),

@@ -22,6 +22,8 @@ from archipelago.broker.manifest import Tensor
 from archipelago.islands.sync.arrays import own_pieces, sharding_of
 from archipelago.islands.user_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
 
+#: Any tree of arrays of JAX. It has no type of its own.
+PyTree = Any
 MERGED_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 #: Longer names are refused, because every worker keeps all names.
 NAME_MAX = 512

@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from archipelago import pytorch as pytorch
     from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
     from archipelago.broker.errors import (
         ArchipelagoError,
@@ -103,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "pytorch"])

@@ -59,7 +59,8 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib"
 
 def test_a_loss_that_the_script_adds_to_is_not_changed(made: str) -> None:
     total = torch.ones(())
-    with archipelago.pytorch.join(made, "own", module(), island="a") as run:
+    joined: Any = archipelago.pytorch.join(made, "own", module(), island="a")
+    with joined as run:
         run.sync(loss=total)
         total += 5.0
         assert run._loop is not None

@@ -85,7 +85,8 @@ class ModuleScript(Script):
     ) -> None:
         self.model = module() if model is None else model
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1) if optimizes else None
-        super().__init__(archipelago.pytorch.join(url, run, self.model, self._optimizer, **options))
+        session: Any = archipelago.pytorch.join(url, run, self.model, self._optimizer, **options)
+        super().__init__(session)
 
     def step(self, by: float = STEP) -> None:
         if self._optimizer is not None:

@@ -33,6 +33,7 @@ from archipelago.islands.pytorch.pieces import Courier, own_piece
 from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
 from archipelago.islands.pytorch.team import ProcessTeam
 
+join: Any = archipelago.pytorch.join  # the scenarios look into what it returns
 SYNC = archipelago.SyncConfig(interval=8, fragments=3)
 #: The codec, the adopt rule, the dtype and the shape of the mesh of each comparison with one device.
 COMPARED = [
@@ -173,11 +174,11 @@ def island(url: str) -> dict[str, Any]:
     again = archipelago.pytorch.create(url, "island", model, steps=100_000, sync=SYNC)
     alone, evaluated = Alone(url), list[float]()
     evaluate, optimizer = noting(evaluated), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with archipelago.pytorch.join(url, "island", model, optimizer, island="both", evaluate=evaluate) as run:
+    with join(url, "island", model, optimizer, island="both", evaluate=evaluate) as run:
         train(model, optimizer, run, lambda: run._loop.ledger.closed > 6 and alone.has_begun())
     model, said = split(tuned()), run.reason
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with archipelago.pytorch.join(url, "island", model, optimizer, island="again") as run:
+    with join(url, "island", model, optimizer, island="again") as run:
         taken = [float(state["step"]) for state in optimizer.state.values()]
         second = optimizer.state[model[0].weight]["exp_avg_sq"]
         has_moments = len(taken) == 5 and bool((second.to_local() > 0).any()) and second.shape == (71, 64)
@@ -226,7 +227,7 @@ class Alone:
     def _train(self) -> None:
         model = self._model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with archipelago.pytorch.join(self._url, "island", model, optimizer, island="alone") as run:
+        with join(self._url, "island", model, optimizer, island="alone") as run:
             self.optimizer_origin = run.optimizer_origin
             while not self._stop.wait(0.005):
                 loss = model(torch.randn(4, 64)).square().mean()
@@ -246,7 +247,7 @@ def lost(url: str) -> dict[str, Any]:
     model = split(network())
     archipelago.pytorch.create(url, "lost", model, steps=100_000, sync=SYNC)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ended, run = "", archipelago.pytorch.join(url, "lost", model, optimizer, island="both")
+    ended, run = "", join(url, "lost", model, optimizer, island="both")
     try:
         with run:
             train(model, optimizer, run, lambda: bool(dist.get_rank()) or run.step > 20)
@@ -263,7 +264,7 @@ def stopped(url: str, run_name: str = "stopped", *, heeds: bool = True) -> dict[
     model = split(network())
     archipelago.pytorch.create(url, run_name, model, steps=100_000, sync=SYNC)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    steps, status, run = 0, 0, archipelago.pytorch.join(url, run_name, model, optimizer, island="both")
+    steps, status, run = 0, 0, join(url, run_name, model, optimizer, island="both")
     try:
         with run:
             while not (heeds and run.finished):
@@ -294,16 +295,16 @@ def refused(url: str) -> dict[str, Any]:
     pair = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     twice = torch.nn.Linear(4, 4)
     twice.weight = torch.nn.Parameter(distribute_tensor(twice.weight.detach(), pair, [Shard(0), Shard(1)]))
-    found["twice"] = code(lambda: archipelago.pytorch.join(memory, "own", twice))
+    found["twice"] = code(lambda: join(memory, "own", twice))
     mixed = split(network())
     mixed[2].bias = torch.nn.Parameter(distribute_tensor(torch.zeros(2), pair["a"], [Shard(0)]))
-    found["meshes"] = code(lambda: archipelago.pytorch.join(memory, "own", mixed))
+    found["meshes"] = code(lambda: join(memory, "own", mixed))
     old = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
-    found["first fsdp"] = code(lambda: archipelago.pytorch.join(memory, "own", old))
+    found["first fsdp"] = code(lambda: join(memory, "own", old))
     with torch.no_grad():
         model[0].bias.to_local().fill_(float("nan"))
     found["nan"] = code(lambda: archipelago.pytorch.create(memory, "nan", model, steps=10))
-    found["no run"] = code(lambda: archipelago.pytorch.join(memory, "none", model).__enter__())
+    found["no run"] = code(lambda: join(memory, "none", model).__enter__())
     return found
 
 
@@ -312,7 +313,7 @@ def several_calls(model: Any, url: str) -> None:
     if dist.get_rank() == 0:
         archipelago.pytorch.create(url, "own", model, steps=10)
     else:
-        archipelago.pytorch.join(url, "own", model).__enter__()
+        join(url, "own", model).__enter__()
 
 
 def code(call: Callable[[], object]) -> str:
@@ -334,7 +335,7 @@ def replicated(url: str) -> dict[str, Any]:
     dist.barrier()
     torch.manual_seed(dist.get_rank())
     evaluated = list[float]()
-    joined = archipelago.pytorch.join(url, "replicated", model, optimizer, island="both", evaluate=noting(evaluated))
+    joined = join(url, "replicated", model, optimizer, island="both", evaluate=noting(evaluated))
     with joined as run:
         while not run.finished:
             inputs = torch.randn(4, 8, dtype=torch.bfloat16)

@@ -132,7 +132,8 @@ def plain(url: str, run: str, island: str) -> dict[str, Any]:
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     archipelago.pytorch.create(url, run, model, steps=STEPS, sync=SYNC)
-    with archipelago.pytorch.join(url, run, model, optimizer, island=island) as joined:
+    joined: Any = archipelago.pytorch.join(url, run, model, optimizer, island=island)
+    with joined:
         while not joined.finished:
             for batch in loader():
                 loss = model(**batch)["loss"]

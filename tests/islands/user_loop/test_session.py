@@ -122,8 +122,8 @@ def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(framework: Fr
 
 #: Tokens and steps of a call that are impossible.
 NO_COUNTS: list[tuple[Any, Any]] = [
-    (-1, 1), (1, 0), (1 << 40, 1), (3, 1.5), ("x", 1), ("12", 1), (math.nan, 1), (math.inf, 1), (np.ones(2), 1),
-    (object(), 1), (1, "2"), (1, None), (1, math.nan), (1, CALL_STEPS_MAX + 1),
+    (1.5, 1), (-1, 1), (1, 0), (1 << 40, 1), (3, 1.5), ("x", 1), ("12", 1), (math.nan, 1), (math.inf, 1),
+    (np.ones(2), 1), (object(), 1), (1, "2"), (1, None), (1, math.nan), (1, CALL_STEPS_MAX + 1),
 ]  # fmt: skip
 NO_LOSSES: list[Any] = ["0.5", object(), [0.5], np.array(["a"]), np.ones(0), 1j, np.array([None])]
 
