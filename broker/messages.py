@@ -290,12 +290,12 @@ class TapeEntry:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss of the merger's parameters on held-out text.
+    """The loss of the merger's parameters on held-out data, or one that a script reports of its own.
 
     Attributes:
         tokens: Tokens merged until then, each counted once.
         unix_seconds: The wall clock of the process that evaluated.
-        bits_per_byte: The loss. Of a task, it is in bits instead of nats (`broker.manifest` converts it).
+        bits_per_byte: The loss. Of a task or a script, it is in bits instead of nats (`broker.manifest` converts it).
         by: The island that evaluated; empty if `up` measured the end of the run.
     """
 

@@ -30,7 +30,7 @@ def test_an_invited_script_trains_and_a_merger_of_the_run_takes_its_work(
     for role, file in files.items():
         assert invite.main(InviteOptions(name=role, url=server.url, run=run, role=role, out=file)) == 0  # type: ignore[arg-type]
     admin = connect(server.url, run)
-    serving = connect_to(str(files["merger"]), run)
+    serving, evaluations = connect_to(str(files["merger"]), run), admin.reader.evaluations
     try:
         for file, name, code in (
             (files["island"], "lima", "invitation.other"),
@@ -39,9 +39,11 @@ def test_an_invited_script_trains_and_a_merger_of_the_run_takes_its_work(
             with failing(ConfigError, code), join(str(file), run, tree(), island=name):
                 pass
         assert not create(str(files["island"]), run, tree(), steps=1000)
-        with join(str(files["island"]), run, tree(), state=dict) as joined:
+        with join(str(files["island"]), run, tree(), state=dict, evaluate=lambda params: 2.0) as joined:
             assert joined.island == "island"
-            joined.sync(trained(joined.params), tokens=64)
+            joined.report(held_out=3.0)
+            until(lambda: joined.sync(trained(joined.params), tokens=64) and len(evaluations()) > 1, "the evaluation")
+        assert {each.by for each in evaluations()} == {"island"}, "it may write its own evaluations, and the lease"
         merger = Merger(serving, holder="merger")
         assert merger.acquire()
         merger.load()
