@@ -145,13 +145,21 @@ class Products:
         (high, low), (other_high, other_low) = left, right
         return (self.times(high, other_low) + self.times(low, other_high)) + self.times(high, other_high)
 
+    def rows(self, side: int) -> Array:
+        """Return how many rows of a square matrix are not padding, in int32."""
+        return np.int32(side)
+
+    def unit(self, side: int) -> Array:
+        """Return the unit matrix in float32, with zeros where there is padding."""
+        return self.xp.diag((self.xp.arange(side, dtype=np.int32) < self.rows(side)).astype(np.float32))
+
     def polynomial(self, coefficients: Iterable[Array], ones: Sequence[Factor], squares: Sequence[Factor]) -> Array:
         """Return a + b · G + c · G², where G and its square are sums of factors.
 
         The products are exact in float32, so that a fused addition changes nothing.
         """
         a, b, c = coefficients
-        out_SS = a * self.xp.eye(len(ones[0].integers), dtype=np.float32)
+        out_SS = a * self.unit(len(ones[0].integers))
         for one, square in zip(ones, squares, strict=True):
             out_SS = out_SS + (b * self.value(one) + c * self.value(square))
         return out_SS
@@ -163,7 +171,7 @@ class Products:
     def norm_exponent(self, symmetric: Factor) -> Array:
         """Return the exponent of a power of two above all eigenvalues. It bounds the sum of magnitudes in each row."""
         sums_S = self.xp.abs(symmetric.integers).astype(np.int32).sum(axis=1, dtype=np.int32)
-        rounding = np.int32(len(symmetric.integers))
+        rounding = self.rows(len(sums_S))
         return self.exponent((sums_S + rounding).astype(np.float32)) + symmetric.exponent - BITS
 
 
@@ -245,7 +253,7 @@ def _inverse_fourth_root(gram_SS: Array, products: Products) -> Factor:
         step = step_of(coefficients, left)
         return products.halves(products.fine(step, root)), step, left
 
-    left = products.halves(gram_SS + np.float32(FLOOR**2) * products.xp.eye(len(gram_SS), dtype=np.float32))
+    left = products.halves(gram_SS + np.float32(FLOOR**2) * products.unit(len(gram_SS)))
     step = step_of(coefficients[0], left)
     (root, _), _, _ = products.repeated(next_step, (step, step, left), coefficients[1:])
     return root

@@ -23,6 +23,8 @@ from archipelago.merger.spectra import BITS, EXPONENT_MIN, Array, Matrix, Power,
 log = logging.getLogger(__name__)
 #: An int32 holds the sum of twice as many products of two int8.
 _TERMS_MAX: Final = 1 << 16
+#: Units for small integers take matrices whose sides are multiples of this number. Others are padded with zeros.
+_TILE: Final = 16
 #: The rows and columns of the matrix on which numpy and XLA are compared, and how often.
 _TRIAL, _TRIALS = (256, 1024), 3
 _ONE_TRIAL: Final = threading.Lock()
@@ -30,10 +32,19 @@ _OTHER_BITS: Final = "%s computes other bits of spectra than numpy on this machi
 
 
 class Int8Products(Products):
-    """Products of integers in int8, with sums in int32."""
+    """Products of integers in int8, with sums in int32.
 
-    def __init__(self) -> None:
+    Args:
+        side: The rows of the matrix whose spectrum is changed. Below them it has zeros only, which change no exact sum.
+    """
+
+    def __init__(self, side: Array) -> None:
         super().__init__(jnp)
+        self._side = side
+
+    def rows(self, side: int) -> Array:
+        """Return how many rows of a square matrix are not padding, in int32."""
+        return self._side
 
     def integers(self, values: Array) -> Array:
         """Return the nearest integers of float32 values."""
@@ -74,11 +85,16 @@ def _bytes(integers: Array) -> tuple[Array, Array]:
 
 def on_device(device: jax.Device) -> Power:
     """Return a function that changes spectra on a device."""
-    program = jax.jit(partial(powered, products=Int8Products()), static_argnames="exponent")
+    program = jax.jit(
+        lambda x_SC, side, exponent: powered(x_SC, exponent, Int8Products(side)), static_argnames="exponent"
+    )
 
     def power(x_SC: Matrix, exponent: float) -> Matrix:
+        side, length = x_SC.shape
+        padded_SC = np.pad(x_SC, ((0, -side % _TILE), (0, -length % _TILE)))
         with jax.enable_x64(True):  # of this thread
-            return np.asarray(program(jax.device_put(x_SC, device), exponent=exponent))
+            found_SC = program(jax.device_put(padded_SC, device), np.int32(side), exponent)
+            return np.asarray(found_SC)[:side, :length]
 
     return power
 
