@@ -75,11 +75,7 @@ def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
     return Group(offset, tensor.size, rule, tensor.shape, exponent, blocks if len(tensor.shape) > 1 else 1)
 
 
-def changed_groups(tensors: Sequence[Tensor], config: MergeConfig) -> list[Group]:
-    """Return the tensors whose spectra change."""
-    return [group for group in groups([(tensor, 0) for tensor in tensors], config) if group.changes_spectrum]
-
-
-def cycle_operations(tensors: Sequence[Tensor], config: MergeConfig) -> float:
-    """Return the floating-point operations of all spectra of one cycle, in which each fragment is merged once."""
-    return sum(group.operations for group in changed_groups(tensors, config))
+def cycle_work(tensors: Sequence[Tensor], config: MergeConfig) -> tuple[float, int]:
+    """Return the floating-point operations and the elements of all spectra of a cycle: each fragment is merged once."""
+    changed = [group for group in groups([(tensor, 0) for tensor in tensors], config) if group.changes_spectrum]
+    return sum(group.operations for group in changed), sum(group.length for group in changed)

@@ -17,7 +17,7 @@ from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import has_momentum, merger_parts, redis_parts
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.merger.groups import changed_groups
+from archipelago.merger.groups import cycle_work
 from archipelago.ops.watch.formatting import seconds_text
 
 # Processor time on the machine of docs/results/performance.md, with the time for new memory, measured by
@@ -208,9 +208,8 @@ def spectra_loads(
     ways: Sequence[SpectraWay] = WAYS,
 ) -> tuple[SpectraLoad, ...]:
     """Predict the spectra of a run whose mergers share them, for each way; nothing if its rules change none."""
-    changed = changed_groups(tensors, config)
-    operations, elements = sum(group.operations for group in changed), sum(group.length for group in changed)
-    seconds = [(operations / way.rate + elements * way.copy_seconds) / mergers for way in ways if changed]
+    operations, elements = cycle_work(tensors, config)
+    seconds = [(operations / way.rate + elements * way.copy_seconds) / mergers for way in ways if elements]
     return tuple(SpectraLoad(way.name, each, each / interval_seconds) for way, each in zip(ways, seconds, strict=False))
 
 

@@ -15,7 +15,7 @@ from archipelago.broker.footprint import MERGER_BASE
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.registry import build
 from archipelago.merger import service
-from archipelago.merger.groups import cycle_operations
+from archipelago.merger.groups import cycle_work
 from archipelago.ops.simulation.cycle import (
     FRAGMENTS_MAX,
     LEASE_SECONDS,
@@ -89,10 +89,9 @@ TENSORS = (Tensor("embedding", (256, 64), "embedding"), Tensor("a", (64, 64)), T
 def test_longer_intervals_more_mergers_and_smaller_blocks_make_spectra_fit() -> None:
     for way in WAYS:
         (slow,) = spectra_loads(TENSORS, ISOTROPIC, 1e-6, ways=[way])
-        changed = sum(tensor.size for tensor in TENSORS)
-        assert slow.seconds == pytest.approx(
-            cycle_operations(TENSORS, ISOTROPIC) / way.rate + changed * way.copy_seconds
-        )
+        work = cycle_work(TENSORS, ISOTROPIC)
+        assert work[1] == sum(tensor.size for tensor in TENSORS)
+        assert slow.seconds == pytest.approx(work[0] / way.rate + work[1] * way.copy_seconds)
         assert slow.stretch > 1.0
         more = spectra_loads(TENSORS, ISOTROPIC, 1e-6, math.ceil(slow.stretch), ways=[way])
         for (fits,) in (spectra_loads(TENSORS, ISOTROPIC, slow.stretch * 1.0001e-6, ways=[way]), more):
@@ -106,7 +105,7 @@ def test_the_default_limit_lets_eight_threads_serve_124_million_parameters() -> 
     """An interval of 24 steps of one second, with any vocabulary. 1 B needs smaller blocks or more threads."""
     for vocabulary in (256, 50_257):
         tensors = build(ModelConfig("124m", vocabulary)).tensors
-        assert cycle_operations(tensors, ISOTROPIC) > 2e12, "all hidden matrices are changed"
+        assert cycle_work(tensors, ISOTROPIC)[0] > 2e12, "all hidden matrices are changed"
         assert spectra_loads(tensors, ISOTROPIC, 24.0)[0].stretch == 1.0
     large = build(ModelConfig("1b")).tensors
     assert spectra_loads(large, ISOTROPIC, 24.0)[0].stretch > 1.0
@@ -120,4 +119,4 @@ def test_a_number_of_parameters_stands_for_a_usual_decoder() -> None:
         parameters = sum(tensor.size for tensor in tensors)
         assumed = decoder(parameters)
         assert sum(tensor.size for tensor in assumed) == pytest.approx(parameters, rel=0.05), name
-        assert cycle_operations(assumed, whole) == pytest.approx(cycle_operations(tensors, whole), rel=0.5), name
+        assert cycle_work(assumed, whole)[0] == pytest.approx(cycle_work(tensors, whole)[0], rel=0.5), name
