@@ -37,11 +37,13 @@ class FoundRun(NamedTuple):
         transport: A connection to it.
         folder: Its folder on this machine, if it was found there.
         origin: Where it was found, in words.
+        address: How commands name its Redis: a join file, or a URL without a password; empty for $ARCHIPELAGO_URL.
     """
 
     transport: ReaderTransport
     folder: Path | None
     origin: str
+    address: str = "URL"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def open_run(
 
             yield _restored(stack.enter_context(fetched(source)), run, redacted(source), None)
         elif source is None or names_redis(source):
-            yield FoundRun(_connected(stack, source, run), None, "its Redis")
+            yield FoundRun(_connected(stack, source, run), None, "its Redis", shown(source or ""))
         else:
             yield _in_folder(stack, _folder_of(source, folder), run, starts_redis)
 
@@ -107,7 +109,7 @@ def _in_folder(stack: ExitStack, path: Path, run: str | None, starts_redis: bool
         address = address_of(path) or stack.enter_context(start_server(path / "redis")).url
     except OSError as error:
         raise BrokerError(f"cannot read {path}: {error.strerror}", "Run this as the user that started `up`.") from None
-    return FoundRun(_connected(stack, address, path.resolve().name), path, "its Redis")
+    return FoundRun(_connected(stack, address, path.resolve().name), path, "its Redis", shown(address))
 
 
 def _connected(stack: ExitStack, url: str | None, run: str | None) -> ReaderTransport:
@@ -132,6 +134,11 @@ def _restored(kept: MergerFolder, run: str | None, place: str, folder: Path | No
     transport = MemoryBroker().connect(own)
     restore(transport, images)
     return FoundRun(transport, folder, f"checkpoint {images[0].number} in {place}")
+
+
+def shown(address: str) -> str:
+    """Return a URL or a join file as commands may show it: `URL` in place of one with a password."""
+    return address if redacted(address) == address else "URL"
 
 
 def address_of(path: Path) -> str:

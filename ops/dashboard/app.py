@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-import math
 import platform
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
@@ -24,12 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from archipelago.broker.control import CHECKPOINT, checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, charts_of, page_of, to_json
+from archipelago.ops.dashboard.boards import Boards
+from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, to_json
 from archipelago.ops.watch.state_line import state_line
-from archipelago.ops.watch.watcher import Watcher
 
 BODY_BYTES_MAX = 1 << 16
-CHARTS_SECONDS = 2.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,38 +37,17 @@ HEADERS = {
 FRESH = {**HEADERS, "Cache-Control": "no-store"}
 
 
-class Board:
-    """The newest page and charts of a run as JSON, with one writer and any number of readers."""
-
-    def __init__(self, watch: Watcher) -> None:
-        self.watch = watch
-        self.page, self.charts = "", ""
-        self.charts_number = 0
-        self._charts_due = -math.inf
-
-    def update(self) -> None:
-        """Read the run once, and publish its page and, less often, its charts."""
-        watch, before = self.watch, self.watch.history
-        if not watch.update() or watch.latest is None:
-            return
-        self.page = to_json(page_of(watch.latest, watch.manifest))
-        if watch.clock() >= self._charts_due or watch.history is not before:
-            self._charts_due = watch.clock() + CHARTS_SECONDS
-            self.charts = to_json(charts_of(watch.latest, watch.history, watch.manifest))
-            self.charts_number += 1
-
-
-def application(board: Board, token: str, names: Collection[str] = ("localhost",)) -> Starlette:
+def application(boards: Boards, token: str, names: Collection[str] = ("localhost",)) -> Starlette:
     """Return the web application.
 
     Args:
-        board: The page of the run.
+        boards: The runs.
         token: The token that changes need.
         names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
             site whose name resolves to this machine cannot read the dashboard.
     """
     library = chart_library()
-    service = _Service(board, token)
+    service, page = _Service(boards, token), _file(PAGE / "index.html", FRESH)
     files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]
     kept = {**HEADERS, "Cache-Control": "max-age=86400"}
     routes = [
@@ -78,8 +55,10 @@ def application(board: Board, token: str, names: Collection[str] = ("localhost",
         Route("/plotly.min.js", _file(library, kept)),
         Route("/healthz", service.health),
         Route("/metrics", service.metrics),
-        Route("/api/view", service.view),
-        Route("/api/steer", service.steer, methods=["POST"]),
+        *(Route(at, page) for at in ("/", "/runs/{run}", "/runs/{run}/{tab}", "/runs/{run}/islands/{island}")),
+        Route("/api/runs", service.runs),
+        Route("/api/runs/{run}/view", service.view),
+        Route("/api/runs/{run}/steer", service.steer, methods=["POST"]),
     ]
     named = Middleware(HostCheck, names=names)
     return Starlette(routes=routes, middleware=[named, Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)])
@@ -97,39 +76,52 @@ def _answer(status: int, text: str, **more: str) -> Response:
 
 
 class _Service:
-    def __init__(self, board: Board, token: str) -> None:
-        self.board, self.watch = board, board.watch
+    def __init__(self, boards: Boards, token: str) -> None:
+        self.boards = boards
         self._token = token.encode()
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 while we serve, with the state of Redis in the text."""
-        fault = self.watch.outage()
+        """Answer 200 while we serve, with the state of the named run's Redis in the text."""
+        fault = self.boards.first.watch.outage() if self.boards.first else None
         return JSONResponse({"serving": True, "redis": fault.what if fault else "answers"}, headers=FRESH)
 
     async def metrics(self, request: Request) -> Response:
-        """Answer with the run's metrics in Prometheus' text format, or with 503 if they are missing or out of date.
+        """Answer with the named run's metrics in Prometheus' text format, or with 503 if they are missing or old.
 
         While a shard cannot be reached, they are missing: counters without it would seem to go backwards.
         """
-        fault, view = self.watch.outage(), self.watch.latest.view if self.watch.latest else None
+        watch = self.boards.first.watch if self.boards.first else None
+        fault, view = watch and watch.outage(), watch.latest.view if watch and watch.latest else None
         why = fault.what if fault else "not read yet" if view is None else next(iter(view.unreachable.values()), "")
         if view is None or why:
             return Response(f"{why}\n", 503, headers=FRESH)
         text = await run_in_threadpool(metrics.render, view)
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 
+    async def runs(self, request: Request) -> Response:
+        """Answer with all runs."""
+        try:
+            found = await run_in_threadpool(self.boards.listed)
+        except ArchipelagoError as error:
+            return _answer(503, str(error))
+        return Response(to_json(found), media_type="application/json", headers=FRESH)
+
     async def view(self, request: Request) -> Response:
         """Answer with state, page and charts as one JSON object; parts that are missing are null.
 
         The charts are left out if the request has their number (`?charts=N`), so that they are not sent every second.
         """
-        number = self.board.charts_number
+        try:
+            board = await run_in_threadpool(self.boards.of, request.path_params["run"])
+        except ArchipelagoError as error:
+            return _answer(404, str(error))
+        number, watch = board.charts_number, board.watch
         parts = {
-            "state": to_json(asdict(state_line(self.watch.latest, self.watch.outage()))),
-            "page": self.board.page,
-            "charts": "" if request.query_params.get("charts") == str(number) else self.board.charts,
+            "state": to_json(asdict(state_line(watch.latest, watch.outage()))),
+            "page": board.page,
+            "charts": "" if request.query_params.get("charts") == str(number) else board.charts,
             "number": str(number),
         }
         text = "{" + ",".join(f'"{name}":{part or "null"}' for name, part in parts.items()) + "}"
@@ -143,11 +135,12 @@ class _Service:
             return _answer(401, "The token is missing or wrong; it was printed when the dashboard started.",
                          **{"WWW-Authenticate": "Bearer"})  # fmt: skip
         try:
+            watch = (await run_in_threadpool(self.boards.of, request.path_params["run"])).watch
             wanted = _changes(await _body(request))
-            changes = checked_changes(self.watch.manifest.config, _stamped(wanted, self.watch.wall()))
+            changes = checked_changes(watch.manifest.config, _stamped(wanted, watch.wall()))
             if not changes:
                 return _answer(200, "The token is right.")
-            await run_in_threadpool(self.watch.transport.reader.steer, changes)
+            await run_in_threadpool(watch.transport.reader.steer, changes)
         except ConfigError as error:
             return _answer(400, str(error))
         except ArchipelagoError as error:

@@ -10,16 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import quote
 
-from archipelago.broker.errors import ConfigError, require_number
+from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
 from archipelago.broker.machine import require_extra
-from archipelago.broker.process import print_json, stop_on_signals
-from archipelago.ops.run_source import RunSource
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, print_json, stop_on_signals
+from archipelago.ops.dashboard.boards import Boards
+from archipelago.ops.run_source import RUNS, RunSource, address_of, shown
 from archipelago.ops.settings import say
-from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
+from archipelago.ops.watch.run_list import all_runs
+from archipelago.ops.watch.watcher import Watcher
 
 TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
 STOP_SECONDS = 5
@@ -27,14 +30,16 @@ STOP_SECONDS = 5
 
 @dataclass(frozen=True)
 class DashOptions(RunSource):
-    """Show a run live in the browser, and steer it from there. Needs only Redis, so it can run anywhere.
+    """Show runs live in the browser, and steer them from there. Needs only Redis, so it can run anywhere.
 
-    Anyone who can reach the port can see the run. Changing it needs the token: that in $ARCHIPELAGO_TOKEN, or a random
-    one that is printed at the start.
+    It shows the run that is named, or without a name all runs of the Redis and of the folder runs/.
+
+    Anyone who can reach the port can see the runs. Changing one needs the token: that in $ARCHIPELAGO_TOKEN, or a
+    random one that is printed at the start.
     """
 
     host: str = "127.0.0.1"
-    """The address to listen on. 0.0.0.0 shows the run to everyone who can reach this machine."""
+    """The address to listen on. 0.0.0.0 shows the runs to everyone who can reach this machine."""
     name: tuple[str, ...] = ()
     """More host names under which browsers reach the page, such as that of a proxy. Other names are refused."""
     port: int = 8765
@@ -48,13 +53,29 @@ def main(options: DashOptions) -> int:
     require_extra("dash", "The dashboard")
     stopped = stop_on_signals()
     token = _token()
-    with options.open() as found:
-        watch = Watcher(found.transport)
-        with serving(watch, token, options.host, options.port, options.name) as address:
-            _greet(watch.manifest.run, address, token, options)
+    named = options.run or os.environ.get(RUN_VARIABLE) or (options.url and "://" not in options.url)
+    with ExitStack() as stack:
+        if named:
+            found = stack.enter_context(options.open())
+            watch = Watcher(found.transport, address=found.address)
+            run, boards = watch.manifest.run, Boards(watch)
+        else:
+            run, boards = "", Boards(None, lambda: all_runs(options.url, RUNS), lambda run: _opened(run, options.url))
+            boards.listed()  # so that a Redis that does not answer is an error at once
+        with serving(boards, token, options.host, options.port, options.name) as address:
+            _greet(run, address, token, options)
             while not stopped():
                 time.sleep(0.1)
     return 0
+
+
+def _opened(run: str, url: str | None) -> Watcher:
+    """Return a reader of one of the runs that are listed. Its Redis must run: its page starts none."""
+    where = next((entry.where for entry in all_runs(url, RUNS) if entry.run == run), "")
+    address = url or os.environ.get(URL_VARIABLE) if where == "redis" else address_of(Path(where)) if where else ""
+    if not address:
+        raise UnknownRunError(f"the Redis of the run {run!r} does not run", f"`archipelago dash {run}` starts it.")
+    return Watcher(connect_to(address, run), address=shown(address))
 
 
 def _token() -> str:
@@ -69,23 +90,22 @@ def _greet(run: str, address: str, token: str, options: DashOptions) -> None:
     whole = f"{address}/#token={quote(token)}"
     if options.json:
         print_json({"run": run, "address": address, "token": token})
-    say(f"run {run!r} in the browser: {whole}")
+    say(f"{f'run {run!r}' if run else 'runs'} in the browser: {whole}")
     say(f"  token   {token} (needed to change the run; Ctrl-C ends the page, not the run)")
 
 
 @contextmanager
-def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
+def serving(boards: Boards, token: str, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
     """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError.
 
     Changes need the token. Requests may carry `names`, beside this machine's own names and addresses.
     """
     import uvicorn
 
-    from archipelago.ops.dashboard.app import Board, application, own_names
+    from archipelago.ops.dashboard.app import application, own_names
 
-    board = Board(watch)
-    app = application(board, token, own_names(host).union(names))
-    with _listening(host, port) as listener, repeated(board.update, LOOK_SECONDS):
+    app = application(boards, token, own_names(host).union(names))
+    with _listening(host, port) as listener, boards:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,
             server_header=False, ws="none",
@@ -95,13 +115,13 @@ def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[st
         pages = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="pages", daemon=True)
         pages.start()
         try:
-            yield f"http://{_shown(host)}:{listener.getsockname()[1]}"
+            yield f"http://{_named(host)}:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             pages.join(2 * STOP_SECONDS)
 
 
-def _shown(host: str) -> str:
+def _named(host: str) -> str:
     named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(host)  # noqa: S104 - the user's choice
     return named or (f"[{host}]" if ":" in host else host)
 

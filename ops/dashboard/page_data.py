@@ -16,13 +16,14 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.ops.settings import setting_text
+from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.events import Event, remedy_of
-from archipelago.ops.watch.history import POINTS_DRAWN, History, QueueRow, columns, newest, thinned
+from archipelago.ops.watch.history import POINTS_DRAWN, History, newest, thinned
 from archipelago.ops.watch.run_view import RunView, evaluated, merger_in_words
 from archipelago.ops.watch.watcher import RunReading
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
+FILES = {"/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
 EVENTS_SHOWN = 120
 
 
@@ -50,7 +51,8 @@ def page_of(reading: RunReading, manifest: Manifest) -> dict[str, Any]:
     strips = [{member.island: member.staleness for member in entry.members} for entry in view.tape]
     return {
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
-        "problems": [asdict(problem) for problem in reading.problems],
+        "problems": [asdict(problem) for problem in grouped(reading.problems)],
+        "verdict": verdict(view),
         "evaluated": evaluated(view, reading.unix_seconds),
         "settings": settings(manifest),
         "changed": list(differing(config, RunConfig())),
@@ -115,10 +117,6 @@ def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict
         "details": history.details(),
         "marks": history.marks(),
         "staleness": history.staleness(),
-        "queues": {
-            **columns(thinned(history.queues.rows, POINTS_DRAWN), QueueRow),
-            "limit": reading.view.memory_limit_bytes,
-        },
     }
 
 

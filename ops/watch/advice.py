@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -32,6 +32,10 @@ RISE_SHARE, RISE_ERRORS = 0.02, 4.0
 RISE_ROUNDS = 16
 #: A host that uses more than this share of its memory is about to kill processes.
 HOST_SHARE = 0.95
+#: So many islands with the same problem are shown one by one.
+GROUP_MOST = 2
+#: So many evaluations make a trend. A held-out loss that is higher than the best one by a smaller share is level.
+VERDICT_EVALUATIONS, LEVEL_SHARE = 4, 0.005
 _ORDER = ("bad", "warn", "info")
 
 
@@ -46,6 +50,7 @@ class Problem:
         text: What is wrong, as one sentence.
         remedy: What to do, as whole sentences.
         seconds: How long it has been so, as far as that is known; otherwise 0.
+        names: The islands of several problems that are shown as one.
     """
 
     code: str
@@ -54,6 +59,47 @@ class Problem:
     text: str
     remedy: str
     seconds: float = 0.0
+    names: tuple[str, ...] = ()
+
+
+def grouped(found: Sequence[Problem]) -> list[Problem]:
+    """Show problems of one kind that more than GROUP_MOST islands have as one problem, with their names."""
+    kinds: dict[str, list[Problem]] = {}
+    for problem in found:
+        alone = problem.who in ("run", "redis", "merger")
+        kinds.setdefault(f"{problem.code} {problem.who if alone else problem.mood}", []).append(problem)
+    return [each for kind in kinds.values() for each in ([_joined(kind)] if len(kind) > GROUP_MOST else kind)]
+
+
+def _joined(kind: Sequence[Problem]) -> Problem:
+    first, names = kind[0], tuple(problem.who for problem in kind)
+    remedy = first.remedy.replace(first.who, "NAME")
+    text = f"Each {first.text.removeprefix('It ')}" if first.text.startswith("It ") else first.text
+    return replace(
+        first, who=f"{len(kind)} islands", text=text, remedy=remedy, seconds=max(p.seconds for p in kind), names=names
+    )
+
+
+def verdict(view: RunView) -> str:
+    """Return whether the run learns, as sentences: its best held-out loss, when that was, and how it goes on."""
+    seen = [(each.bits_per_byte, each) for each in view.evaluations if not math.isnan(each.bits_per_byte)]
+    if not seen:
+        if view.tape and all(math.isnan(entry.loss) for entry in view.tape):
+            return "The islands report no losses: their scripts do not give any to `sync(loss=…)`."
+        rise = rising([entry.loss for entry in view.tape])
+        return "Nothing was evaluated yet." + (" The training loss rises." if rise else "") if view.tape else ""
+    best = min(range(len(seen)), key=lambda n: seen[n][0])
+    since, ratio = len(seen) - 1 - best, view.held_out_last / seen[-1][0]
+    figure = f"{seen[best][0] * ratio:.4f}, after round {seen[best][1].round:,}"
+    if len(seen) < VERDICT_EVALUATIONS:
+        return f"Best held-out loss so far: {figure}. It is too early for a trend."
+    if not since:
+        return f"It learns: the held-out loss is at its best, {figure}."
+    worse = seen[-1][0] / seen[best][0] - 1.0
+    word = "It is level" if since < VERDICT_EVALUATIONS or worse < LEVEL_SHARE else "It does not learn any more"
+    return (
+        f"{word}: the best held-out loss was {figure}; the newest is {worse:.1%} above it, {since} evaluations later."
+    )
 
 
 def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
@@ -69,17 +115,24 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
         *_memory_problems(view),
         *_loss_problems(view.tape),
         *_checkpoint_problems(view),
-        *(problem for island in view.islands for problem in _island_problems(island)),
+        *(problem for island in view.islands for problem in _island_problems(island, _start_command(view))),
         *_refusal_problems(view, unix_seconds),
     ]
-    return tuple(sorted(found, key=lambda problem: _ORDER.index(problem.mood)))
+    named = [replace(each, remedy=each.remedy.replace(" URL", view.address and f" {view.address}")) for each in found]
+    return tuple(sorted(named, key=lambda problem: _ORDER.index(problem.mood)))
+
+
+def _start_command(view: RunView) -> str:
+    """Return the command that starts an island; empty if the islands are training scripts of their users."""
+    if view.has_scripts:
+        return ""
+    return f"archipelago island URL --run {view.run}{' --task FILE.py:NAME' if view.task else ''}"
 
 
 def _run_problems(view: RunView) -> Iterator[Problem]:
     status, command = view.merger, f"--run {view.run}"
-    another = f"Start one with `archipelago island URL {command}`"
-    if view.config.has_user_loops:
-        another = f"{another[:-1]} --task FILE.py:NAME`" if view.task else "Start one of its training scripts"
+    start = _start_command(view)
+    another = f"Start one with `{start}`" if start else "Start one of its training scripts"
     if not view.live:
         had, log = view.known or view.rounds, "The log of the last island says why it ended."
         yield Problem(
@@ -225,13 +278,14 @@ def _checkpoint_problems(view: RunView) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _island_problems(island: IslandView) -> Iterator[Problem]:
+def _island_problems(island: IslandView, start: str) -> Iterator[Problem]:
     if island.is_silent and island.last_seen_seconds < SILENT_SHOWN_SECONDS:
+        again = f"`{start} --name {island.name}`" if start else "its script again"
         yield Problem(
             "island.silent", "warn", island.name,
             "It sends no heartbeats: it was killed, or its machine or its link is down.",
-            f"The run goes on without it. Start it again with `--name {island.name}`; if only its link is down, it "
-            "comes back by itself.", island.last_seen_seconds,
+            f"The run goes on without it. Start {again}; if only its link is down, it comes back by itself.",
+            island.last_seen_seconds,
         )  # fmt: skip
     if not island.live:
         return

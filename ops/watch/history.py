@@ -1,4 +1,4 @@
-"""The history of one run in bounded memory: rounds and queues over time, for charts. Pure.
+"""The history of one run in bounded memory: rounds over time, for charts. Pure.
 
 A trail keeps every row until it is full. Then it joins neighbours, so that half as many rows each represent twice
 as many additions. The page of a run of several weeks is therefore as small as that of an hour.
@@ -62,14 +62,6 @@ class IslandRow(NamedTuple):
     loss: float
 
 
-class QueueRow(NamedTuple):
-    """One reading of pending contributions and of Redis's memory; the maximum of several neighbours."""
-
-    unix_seconds: float
-    pending: float
-    memory_bytes: float
-
-
 class Detail(NamedTuple):
     """One round's times.
 
@@ -95,10 +87,10 @@ class Mark(NamedTuple):
     text: str
 
 
-#: How neighbouring rows are joined, by field: a drop in islands and a peak of a queue stay visible. The others keep
+#: How neighbouring rows are joined, by field: a drop in islands stays visible. The others keep
 #: the value of the last row.
 _JOINED: Final[Mapping[str, Callable[[list[float]], float]]] = {
-    "loss": mean, "known": max, "live": min, "participating": min, "pending": max, "memory_bytes": max,
+    "loss": mean, "known": max, "live": min, "participating": min,
 }  # fmt: skip
 
 
@@ -156,13 +148,9 @@ class History:
     Args:
         layout: The fragments of each shard. Rounds of different shards close in any order; on the axis of rounds, each
             is where the run was when it closed.
-
-    Attributes:
-        queues: Readings of queue and memory.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.queues: Trail[QueueRow] = Trail()
         self._layout = layout
         self._newest: dict[int, TapeEntry] = {}  # of each shard
         self._trail: Trail[RoundRow] = Trail()

@@ -90,13 +90,13 @@ def html(found: Mapping[str, Any], library: str) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
         "style-src 'unsafe-inline'; img-src data: blob:\">"
     )
-    page = page.replace('<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
+    page = page.replace('<link rel="stylesheet" href="/page.css">', f"{policy}\n<style>\n{style}</style>")
     data = to_json(found).replace("<", "\\u003c")  # so that no text in it can end its element
     page = page.replace('id="data"></script>', f'id="data">{data}</script>')
-    page = page.replace('<script src="plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
+    page = page.replace('<script src="/plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
     for name in SCRIPTS:
         script = (PAGE / name).read_text(encoding="utf-8")
-        page = page.replace(f'<script src="{name}"></script>', f"<script>\n{_escaped_script(script)}</script>")
+        page = page.replace(f'<script src="/{name}"></script>', f"<script>\n{_escaped_script(script)}</script>")
     return page
 
 

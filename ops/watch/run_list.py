@@ -61,6 +61,7 @@ class RunEntry:
         round: The last closed round, or the last one in a checkpoint.
         step, steps: The steps that it has made, and its length, which an operator may have set to less.
         live, known: The islands that are live, and those of the last day.
+        is_served: Whether its Redis answers; else its figures are those of files.
         idle_seconds: Time since a heartbeat arrived or a round closed; NaN if nothing has happened yet.
     """
 
@@ -75,6 +76,7 @@ class RunEntry:
     live: int = 0
     known: int = 0
     idle_seconds: float = math.nan
+    is_served: bool = True
 
 
 def main(options: RunsOptions) -> int:
@@ -137,7 +139,7 @@ def of_folder(folder: Path) -> Iterator[RunEntry]:
         try:
             url = address_of(path)
         except OSError:  # Its Redis is another user's.
-            yield RunEntry(path.name, str(path), "unreadable")
+            yield RunEntry(path.name, str(path), "unreadable", is_served=False)
         else:
             yield _at(url, path.name, str(path)) if url else _stopped(path)
 
@@ -154,7 +156,7 @@ def _at(url: str | None, run: str, where: str) -> RunEntry:
         finally:
             transport.close()
     except (BrokerError, ConfigError):
-        return RunEntry(run, where, "unreadable")
+        return RunEntry(run, where, "unreadable", is_served=False)
 
 
 def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
@@ -188,7 +190,7 @@ def _stopped(path: Path) -> RunEntry:
     entry = RunEntry(
         path.name, str(path), "finished" if report.get("finished") else "ended",
         parameters=count("parameters"), round=count("rounds") or max(numbers, default=0), step=count("steps"),
-        steps=count("steps"), known=count("islands"),
+        steps=count("steps"), known=count("islands"), is_served=False,
         idle_seconds=max(0.0, time.time() - max(times)) if times else math.nan,
     )  # fmt: skip
     with suppress(ArchipelagoError):

@@ -78,6 +78,7 @@ class RunView:
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
         covered: The last round in a finished checkpoint; 0 if there is none.
         tape: The recent rounds, oldest first, as the evaluations are.
+        address: How commands name the run's Redis here; empty if $ARCHIPELAGO_URL does.
     """
 
     run: str
@@ -132,6 +133,7 @@ class RunView:
     config: RunConfig = field(default_factory=RunConfig)
     tape: Sequence[TapeEntry] = ()
     evaluations: Sequence[Evaluation] = ()
+    address: str = "URL"
 
     @property
     def size(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +17,7 @@ from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
-from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.run_source import RunSource
+from archipelago.ops.run_source import FoundRun, RunSource
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
 from archipelago.ops.watch.state_line import state_line
@@ -56,15 +55,15 @@ def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
     with options.open() as found:
         if options.watch:
-            _watch(found.transport, as_json=options.json)
+            _watch(found, as_json=options.json)
             return 0
-        return _show(options, found.transport)
+        return _show(options, found)
 
 
-def _show(options: StatusOptions, transport: ReaderTransport) -> int:
+def _show(options: StatusOptions, found: FoundRun) -> int:
     with progress("waiting for Redis"):
-        manifest, run = opened(transport, for_display=True)
-        view, now = observe(run, manifest), time.time()
+        manifest, run = opened(found.transport, for_display=True)
+        view, now = replace(observe(run, manifest), address=found.address), time.time()
     reading = RunReading(view, now, problems(view, now))
     if options.json:
         print_json(_as_json(reading))
@@ -82,11 +81,11 @@ def _as_json(reading: RunReading) -> dict[str, Any]:
 # -- live -------------------------------------------------------------------------------------------------------------
 
 
-def _watch(transport: ReaderTransport, *, as_json: bool) -> None:
+def _watch(found: FoundRun, *, as_json: bool) -> None:
     """Show the run until a signal. Without a terminal, print lines until the run has ended."""
     console = Console(highlight=False)
     stopped = stop_on_signals()
-    watcher = Watcher(transport, RECENT_ROUNDS)
+    watcher = Watcher(found.transport, RECENT_ROUNDS, found.address)
     if console.is_terminal and not as_json:
         with repeated(watcher.update, LOOK_SECONDS):
             _draw(console, watcher, stopped)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
-from archipelago.ops.watch.advice import Problem
+from archipelago.ops.watch.advice import Problem, grouped
 from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
 from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, evaluated, merger_in_words
@@ -176,12 +176,13 @@ def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
     counts = sorted(view.refused_by_code.items(), key=lambda each: -each[1])
     if counts:
         lines.append(f"contributions refused so far: {', '.join(f'{code} {count:,}' for code, count in counts)}")
-    return [*map(problem_line, found), *(Text(printable(line), style="yellow") for line in lines)]
+    return [*map(problem_line, grouped(found)), *(Text(printable(line), style="yellow") for line in lines)]
 
 
 def problem_line(problem: Problem) -> Text:
     """Return a problem and what to do about it."""
-    text = printable(f"{problem.who}: {problem.text} {problem.remedy}")
+    names = f" ({', '.join(problem.names)})" if problem.names else ""
+    text = printable(f"{problem.who}{names}: {problem.text} {problem.remedy}")
     return Text(text, style="bold red" if problem.mood == "bad" else "yellow")
 
 

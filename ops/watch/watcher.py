@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.messages import Evaluation, Refusal, TapeEntry
@@ -15,7 +15,7 @@ from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.events import Event, events_of, with_comebacks
-from archipelago.ops.watch.history import History, QueueRow
+from archipelago.ops.watch.history import History
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe, refusals_of
 from archipelago.ops.watch.run_view import RunView
 
@@ -59,6 +59,7 @@ class Watcher:
     Args:
         transport: A connection to the run.
         rounds: The most rounds that are read for the history, at the beginning and after a gap.
+        address: How commands name the run's Redis here.
         clock: Monotonic seconds.
         wall: Unix seconds.
 
@@ -71,12 +72,13 @@ class Watcher:
         self,
         transport: ReaderTransport,
         rounds: int = TAPE_MOST,
+        address: str = "URL",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.clock, self.wall = clock, wall
         self.latest: RunReading | None = None
-        self._primary, self._rounds = transport, rounds
+        self._primary, self._rounds, self._address = transport, rounds, address
         self._outage: Outage | None = None
         self.manifest, self.transport = opened(transport, for_display=True)
         self.history = History(self.manifest.shard_layout)
@@ -112,8 +114,7 @@ class Watcher:
         self._read_seldom()
         notes = self.transport.reader.notes(NOTES_READ)
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=True)
-        now = self.wall()
-        self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
+        view, now = replace(view, address=self._address), self.wall()
         return RunReading(
             view=view,
             unix_seconds=now,
@@ -153,9 +154,8 @@ class Watcher:
         found = self._primary.reader.manifest()
         if found != self.manifest:
             self.manifest, self.transport = found, whole(self._primary, found, for_display=True)
-        tape, queues = self.transport.reader.tape(self._rounds), self.history.queues
+        tape = self.transport.reader.tape(self._rounds)
         self.history = History(self.manifest.shard_layout)
-        self.history.queues = queues
         self.history.begin(self.transport.reader.counters().merged_tokens, tape)
         self._lacks = frozenset(shards_away(self.transport))
         self._seldom_due = -math.inf

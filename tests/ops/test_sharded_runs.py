@@ -22,7 +22,8 @@ from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.scores import Score
 from archipelago.ops import run_source
 from archipelago.ops.commands import run as command
-from archipelago.ops.dashboard.app import Board, application
+from archipelago.ops.dashboard.app import application
+from archipelago.ops.dashboard.boards import Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch import report, run_list
 from archipelago.ops.watch.reading import observe
@@ -85,7 +86,7 @@ def test_status_shows_all_shards_and_which_fragments_stand_still(
     names = [str(fragment) for fragment in demo.manifest.shard_layout.fragments[1]]
     assert problem["text"].startswith("No merger serves shard 1. ")
     assert f"fragments {', '.join(names[:-1])} and {names[-1]} of 6" in problem["text"]
-    assert "archipelago merger URL --run demo" in problem["remedy"]
+    assert f"archipelago merger {url} --run demo" in problem["remedy"], "the whole command"
     command(["status", url])
     shown = " ".join(capsys.readouterr().out.split())
     assert "no merger serves shard 1; the others have one (shard 0)" in shown
@@ -269,9 +270,9 @@ def test_a_report_and_the_lists_of_runs_say_what_they_lack(demo: VirtualRun, run
 def test_metrics_need_all_shards(demo: VirtualRun, run: Cut) -> None:
     """Counters that leave out a shard would seem to go backwards."""
     for status in (503, 200):
-        board = Board(Watcher(run))
-        board.update()
-        client = TestClient(application(board, "token"), base_url="http://localhost")
+        boards = Boards(Watcher(run))
+        boards.of("demo").update()
+        client = TestClient(application(boards, "token"), base_url="http://localhost")
         answer = client.get("/metrics")
         assert (answer.status_code, answer.text == "the node does not answer\n") == (status, status == 503)
         run.cut.clear()

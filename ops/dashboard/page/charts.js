@@ -4,7 +4,7 @@
 const Charts = (() => {
   let data = null;
   let axis = "tokens";
-  let part = "all";
+  let only = "";
 
   /** Returns a colour of the page in the present theme. */
   function colour(name, alpha = 1) {
@@ -25,20 +25,20 @@ const Charts = (() => {
     const { xaxis, yaxis, ...others } = changes;
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
-      margin: { l: 8, r: 10, t: 8, b: 8 }, hovermode: "x unified", uirevision: axis + part,
+      margin: { l: 8, r: 10, t: 8, b: 8 }, hovermode: "x unified", uirevision: axis,
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { family: getComputedStyle(document.body).fontFamily, color: colour("text"), size: 12 },
       hoverlabel: { bgcolor: colour("card"), bordercolor: line, font: { color: colour("text"), size: 12 } },
       xaxis: { ...side, showgrid: false, zeroline: false, ...xaxis, title: { ...side.title, ...xaxis?.title } },
       yaxis: { ...side, zeroline: false, ...yaxis, title: { ...side.title, ...yaxis?.title } },
       ...others,
-      ...(others.yaxis2 ? { yaxis2: { ...side, ...others.yaxis2, title: { ...side.title, ...others.yaxis2.title } } } : {}),
     };
   }
 
   /** Draws the traces. Shows the text `nothing` instead if they have no points. */
   function draw(id, traces, changes, nothing) {
     const place = document.getElementById(id);
+    if (!place.checkVisibility()) return;
     const empty = !traces.some((trace) => (trace.y ?? []).some((value) => value !== null && value !== undefined));
     if (empty) {
       if (place.dataset.drawn) Plotly.purge(place);
@@ -90,41 +90,13 @@ const Charts = (() => {
     return { title: { text: "time" }, ...dates(known.length ? Math.max(...known) - Math.min(...known) : 0) };
   }
 
-  const LOG = Math.log10;
-
-  /**
-   * Returns a logarithmic y axis with round ticks that do not repeat, and the x range. Early losses are far above late
-   * ones, so a linear axis would flatten one of them. `newest` shows the second half of x only.
-   */
-  function scaled(lines) {
+  /** Returns a y axis that fits the newer half of the lines, so that the high losses of the beginning do not flatten the rest. */
+  function fitted(lines) {
     const xs = lines.flatMap(([x]) => x.filter((value) => value !== null).map(Number));
-    const [low, high] = [Math.min(...xs), Math.max(...xs)];
-    const begin = part === "newest" ? low + (high - low) / 2 : low;
-    const known = lines.flatMap(([x, y]) => y.filter((value, n) => value !== null && value > 0 && x[n] !== null && Number(x[n]) >= begin));
-    if (!known.length) return { x: {}, y: {} };
-    const [bottom, top] = [Math.min(...known), Math.max(...known)];
-    const room = Math.max(0.004, (LOG(top) - LOG(bottom)) * 0.06);
-    const ends = [LOG(bottom) - room, LOG(top) + room];
-    const date = axis === "unix_seconds", edge = (value) => date ? new Date(value) : value;
-    return {
-      x: part === "newest" && high > begin ? { range: [edge(begin), edge(high)] } : {},
-      y: { type: "log", range: ends, ...ticks(...ends) },
-    };
-  }
-
-  /** Returns round values at least an eighth of the axis apart, with as many digits as they need. */
-  function ticks(from, to) {
-    const [low, high] = [10 ** from, 10 ** to], tickvals = [];
-    const raw = (high - low) / 24, ten = 10 ** Math.floor(LOG(raw));
-    const step = [1, 2, 5, 10].map((factor) => factor * ten).find((value) => value >= raw);
-    let before = -Infinity;
-    for (let n = Math.ceil(low / step); n * step <= high; n += 1) {
-      const place = (LOG(n * step) - from) / (to - from);
-      const round = n % 5 === 0 || high / low < 1.5;
-      if (place - before >= 0.125 && (round || place - before >= 0.2)) { tickvals.push(n * step); before = place; }
-    }
-    const digits = Math.max(0, -Math.floor(LOG(step) + 1e-9));
-    return { tickmode: "array", tickvals, ticktext: tickvals.map((value) => value.toFixed(digits)) };
+    const middle = (Math.min(...xs) + Math.max(...xs)) / 2;
+    const newer = lines.flatMap(([x, y]) => y.filter((value, n) => value !== null && x[n] !== null && Number(x[n]) >= middle));
+    const [bottom, top] = [Math.min(...newer), Math.max(...newer)], room = Math.max((top - bottom) * 0.15, bottom * 0.005);
+    return newer.length ? { range: [bottom - room, top + room] } : {};
   }
 
   /** Returns points on a line where a merger took over or an operator's change took effect. Hovering shows the event. */
@@ -142,7 +114,6 @@ const Charts = (() => {
     const { lines, held_out: held } = data, x = along(lines), at = along(held);
     document.getElementById("unit").textContent = data.unit;
     const alone = axis === "tokens" ? data.one_process ?? [] : [], [tokens, single] = [0, 1].map((n) => alone.map((point) => point[n]));
-    const scale = scaled([[x, lines.smooth], [x, lines.loss], [at, held.loss], [tokens, single]]);
     draw("chart-learn", [
       line("training", x, lines.loss, "s1", { line: { color: colour("s1", 0.3), width: 1 }, hoverinfo: "skip" }),
       line("training", x, lines.smooth, "s1", { hovertemplate: "%{y:.4f}" }),
@@ -152,8 +123,8 @@ const Charts = (() => {
       marks(lines, lines.smooth),
       line("one process, held-out", tokens, single, "s3", { line: { dash: "dash", width: 1.6 }, hovertemplate: "%{y:.4f}" }),
     ], {
-      xaxis: { ...across([...x, ...at]), ...scale.x }, yaxis: scale.y,
-    }, "No round has closed yet.");
+      xaxis: across([...x, ...at]), yaxis: fitted([[x, lines.smooth], [at, held.loss], [tokens, single]]),
+    }, nothing());
     const training = last(known(lines.smooth)), newest = last(known(held.loss));
     const then = lines.smooth[lines.round.findIndex((round) => round >= last(held.round))]; // training loss at that round
     legend("legend-learn", lines.round.length || held.loss.length ? [
@@ -165,19 +136,20 @@ const Charts = (() => {
     ] : []);
   }
 
+  const nothing = () => data.lines.round.length ? "The islands report no losses." : "No round has closed yet.";
+
   const COLOURS = ["s1", "s2", "s3", "s4", "good", "bad", "s0", "text"];
   const ISLANDS_DRAWN = 16;
 
   function losses() {
-    const names = Object.keys(data.islands), newest = (name) => last(known(data.islands[name].loss));
+    const names = Object.keys(data.islands).filter((name) => !only || name === only), newest = (name) => last(known(data.islands[name].loss));
     const recent = [...names].sort((a, b) => last(data.islands[b].round) - last(data.islands[a].round)).slice(0, ISLANDS_DRAWN).sort();
     const drawn = recent.map((name, n) => [name, along(data.islands[name]), smooth(data.islands[name].loss), COLOURS[n % COLOURS.length]]);
-    const scale = scaled(drawn.map(([, x, y]) => [x, y]));
-    draw("chart-losses", drawn.map(([name, x, y, swatch]) => line(name.slice(0, 24), x, y, swatch, {
+    draw("chart-losses", drawn.map(([name, x, y, swatch]) => line(name, x, y, swatch, {
       line: { width: 1.5, dash: recent.indexOf(name) >= COLOURS.length ? "dot" : "solid" }, hovertemplate: "%{y:.3f}",
-    })), { xaxis: { ...across(drawn.flatMap(([, x]) => x)), ...scale.x, nticks: 4 }, yaxis: scale.y, hovermode: "closest" }, "Nothing was merged yet.");
+    })), { xaxis: { ...across(drawn.flatMap(([, x]) => x)), nticks: 4 }, yaxis: fitted(drawn.map(([, x, y]) => [x, y])), hovermode: "closest" }, nothing());
     const worst = drawn.filter(([name]) => newest(name) !== null).sort((a, b) => newest(b[0]) - newest(a[0])).slice(0, 4);
-    legend("legend-losses", worst.map(([name, , , swatch]) => [swatch, name.length > 14 ? `${name.slice(0, 13)}…` : name, fixed(newest(name), 3)]));
+    legend("legend-losses", worst.map(([name, , , swatch]) => [swatch, name, fixed(newest(name), 3)]));
   }
 
   /** Returns the bias-corrected moving average. */
@@ -240,42 +212,20 @@ const Charts = (() => {
     }], {
       hovermode: "closest", bargap: 0.3, xaxis: { title: { text: "versions behind" }, dtick: counts.length > 12 ? undefined : 1, range: [-0.6, Math.max(3, counts.length) - 0.4] },
       yaxis: { ticksuffix: " %", range: [0, 112], tickvals: [0, 25, 50, 75, 100] },
-    }, "Nothing was merged yet.");
+    }, "No round has closed yet.");
     const late = all ? 100 * (all - counts[0]) / all : 0;
     legend("legend-staleness", all ? [["s3", "from the newest version", `${(100 - late).toFixed(1)} %`, true], ["s2", "late", `${late.toFixed(1)} %`, true]] : []);
   }
 
-  function queues() {
-    const { queues: seen } = data;
-    if (!document.getElementById("chart-queues").checkVisibility()) return;
-    const times = seen.unix_seconds.map((seconds) => new Date(seconds * 1e3));
-    const wall = times.length ? last(times) - times[0] : 0;
-    const most = Math.max(0, ...seen.pending);
-    const mega = seen.memory_bytes.map((value) => value === null ? null : value / 1e6);
-    const limit = seen.limit ? [line("limit", [times[0], last(times)], [seen.limit / 1e6, seen.limit / 1e6], "bad",
-      { yaxis: "y2", line: { dash: "dot", width: 1.4 }, hovertemplate: "%{y:,.0f} MB" })] : [];
-    draw("chart-queues", times.length > 1 ? [
-      line("waiting", times, seen.pending, "s1", { line: { shape: "hv" } }),
-      line("memory", times, mega, "s2", { yaxis: "y2", hovertemplate: "%{y:,.1f} MB" }),
-      ...limit,
-    ] : [], {
-      xaxis: dates(wall),
-      yaxis: { rangemode: "tozero", tickformat: "~s", nticks: 5, title: { text: "contributions" }, ...(most < 4 ? { range: [0, 4.2], dtick: 1 } : {}) },
-      yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, ticksuffix: " MB", tickformat: "~g", tickmode: "auto", nticks: 4 },
-    }, "This chart begins when the dashboard starts.");
-    legend("legend-queues", times.length > 1 ? [["s1", "waiting", last(seen.pending)], ["s2", "memory", `${fixed(last(mega), 1)} MB`], ...(seen.limit ? [["bad", "limit", `${(seen.limit / 1e6).toFixed(0)} MB`]] : [])] : []);
-  }
-
   function all() {
     if (!data || document.hidden) return;
-    for (const figure of [learn, islands, losses, rounds, staleness, queues]) figure();
+    for (const figure of [learn, islands, losses, rounds, staleness]) figure();
   }
 
   document.addEventListener("visibilitychange", all);
   return {
-    show(charts) { data = charts; data.lines.smooth = smooth(data.lines.loss); all(); },
+    show(charts, island) { data = charts; only = island; data.lines.smooth = smooth(data.lines.loss); all(); },
     over(name) { axis = name; all(); },
-    zoom(name) { part = name; all(); },
     again: all,
   };
 })();

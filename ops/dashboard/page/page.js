@@ -6,9 +6,14 @@ const inlined = $("data").textContent.trim();
 const query = new URLSearchParams(location.search);
 const still = Boolean(inlined) || query.has("still");
 const GONE_SHOWN = 4;
+// The address is /runs/RUN/TAB, /runs/RUN/islands/ISLAND or, for the list of runs, /. A report has one page, #TAB.
+const [, , runHere = "", tabHere = "overview", only = ""] = inlined ? [] : location.pathname.split("/").map(decodeURIComponent);
+const TABS = ["overview", "islands", "sync", "events", "settings"];
+const tab = () => inlined ? (TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "overview") : runHere ? tabHere : "runs";
+const addressOf = (run, ...parts) => ["/runs", ...[run, ...parts].map(encodeURIComponent)].join("/") + location.search;
 let page = null;
-let showGone = false;
 let state = { word: "loading", mood: "idle", seconds_left: null, since_unix_seconds: null, left: "", sentence: "", remedy: "" };
+let showGone = false;
 
 // -- formatting numbers -------------------------------------------------------------------------------------------------
 
@@ -52,36 +57,82 @@ function put(id, text) {
   if (place.textContent !== text) place.textContent = text;
 }
 
-function element(tag, className = "", text = "") {
+function element(tag, className = "", ...inside) {
   const made = document.createElement(tag);
   if (className) made.className = className;
-  if (text) made.textContent = text;
+  made.append(...inside);
   return made;
 }
 
-/** Returns an element with the text, in which words between backticks are code. */
+/** Fills a place anew if the data behind it have changed. */
+function fill(place, data, make) {
+  const text = JSON.stringify(data);
+  if (place.dataset.shown === text) return;
+  place.dataset.shown = text;
+  place.replaceChildren(...make());
+}
+
+/** Returns an element with the text, in which words between backticks are code, and commands have a button to copy them, unless part of one is a placeholder. */
 function worded(tag, className, text) {
-  const made = element(tag, className);
-  made.append(...text.split("`").map((words, n) => n % 2 ? element("code", "", words) : words));
+  return element(tag, className, ...text.split("`").flatMap((words, n) => {
+    if (n % 2 === 0) return [words];
+    const code = element("code", "", words);
+    if (inlined || !words.startsWith("archipelago ") || /\b[A-Z]{3,}\b|=[A-Z]$/.test(words)) return [code];
+    const copy = element("button", "copy", "copy");
+    copy.type = "button";
+    copy.setAttribute("aria-label", `Copy ${words}`);
+    copy.addEventListener("click", async () => {
+      getSelection().selectAllChildren(code); // where a page without TLS may not write, the words are at least selected
+      await navigator.clipboard?.writeText(words);
+      copy.textContent = "copied";
+    });
+    return [code, copy];
+  }));
+}
+
+function pill(word, mood) {
+  const made = element("span", "pill", word);
+  made.dataset.mood = mood;
+  return made;
+}
+
+function link(href, words) {
+  const made = element(inlined ? "span" : "a", "", words);
+  made.href = href;
   return made;
 }
 
 function bar(id, share) { $(id).style.width = `${100 * Math.min(1, Math.max(0, share || 0))}%`; }
 
+/** Shows the sections of the tab. */
+function showTab() {
+  const now = tab();
+  for (const section of document.querySelectorAll("[data-tab]")) {
+    section.hidden = section.dataset.tab !== now || (section.id === "problems" && !page?.problems.length);
+  }
+  $("tabs").hidden = now === "runs";
+  fill($("tabs"), [now, only, runHere], () => TABS.map((name) => {
+    const made = element("a", "", name[0].toUpperCase() + name.slice(1));
+    made.href = inlined ? `#${name}` : addressOf(runHere, ...(name === "overview" ? [] : [name]));
+    if (name === now) made.setAttribute("aria-current", "page");
+    return made;
+  }));
+}
+
 function write() {
+  showTab();
   if (!page) return;
   const { run } = page;
-  document.title = `${run.run} · Archipelago`;
+  document.title = `${only ? `${only} · ` : ""}${run.run} · Archipelago`;
   put("run", run.run);
   $("run").title = run.run;
-  put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments${run.shards?.length ? ` and ${run.shards.length} shards` : ""} · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
+  put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments${run.shards?.length ? ` and ${run.shards.length} shards` : ""}`);
+  put("traffic", `Payloads: ${size(run.bytes_up)} from the islands, ${size(run.bytes_down)} to them.`);
   writeTiles(run);
   writeCounters(page.counters);
-  writeLanes(page.islands);
+  writeIslands(page.islands);
   writeEvents(page.events);
   put("serving", page.serving);
-  if (run.passes === null) put("no-lanes", `No island has joined yet. ${run.task ? "Start one with `archipelago island --task FILE.py:NAME`." : "Start one of this run's training scripts."}`);
-  else put("join-run", run.run);
   writeKnobs(page.control);
   writeProblems(page.problems);
   writeSettings(page.settings, page.changed, page.control.set);
@@ -98,16 +149,17 @@ function ending(seconds) {
 function writeTiles(run) {
   put("bits", fixed(run.held_out_last, 4));
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
-  $("learn-sub").replaceChildren(...worded("p", "", [
+  fill($("verdict"), page.verdict, () => [worded("span", "", page.verdict)]);
+  const told = [
     `${page.evaluated[0].toUpperCase()}${page.evaluated.slice(1)}.`, run.held_out_first !== null && `The first was ${fixed(run.held_out_first)}.`,
     ending(state.seconds_left),
-  ].filter(Boolean).join(" ")).childNodes);
+  ].filter(Boolean).join(" ");
+  fill($("learn-sub"), told, () => [worded("span", "", told)]);
   put("size", count(run.known));
   put("live", count(run.live));
   put("part", count(run.participating));
   put("islands-sub", run.rounds ? `${fixed(run.contributions_per_round, 2)} contributions per round` : "no round yet");
-  const step = $("step");
-  step.replaceChildren(short(run.step), Object.assign(element("small"), { textContent: ` of ${short(run.steps)}` }));
+  fill($("step"), [run.step, run.steps], () => [short(run.step), element("small", "", ` of ${short(run.steps)}`)]);
   bar("step-bar", run.step / run.steps);
   const ago = page.round_seconds;
   put("step-sub", run.rounds ? `round ${count(run.rounds)}${inlined ? "" : isOld() ? `, as of ${clock(page.unix_seconds - ago)}` : ago < 3 ? ", just now" : `, ${span(ago)} ago`}` : "no round yet");
@@ -116,8 +168,6 @@ function writeTiles(run) {
     page.tokens_per_second ? `${brief(page.tokens_per_second)}/s` : "", run.tokens_lost ? `${brief(run.tokens_lost)} lost` : "none lost",
     run.passes !== null && `${fixed(run.passes, 2)} passes`,
   ].filter(Boolean).join(" · "));
-  put("pending", count(run.pending));
-  put("pending-sub", `rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}`);
   const limit = run.memory_limit_bytes, used = run.memory_bytes;
   put("memory", used ? size(used) : dash);
   $("memory-meter").hidden = !limit;
@@ -127,7 +177,7 @@ function writeTiles(run) {
 }
 
 function writeCounters(counters) {
-  const { balanced } = counters;
+  const { balanced } = counters, { run } = page;
   put("balance", balanced ? "balanced" : "not balanced");
   $("balance").dataset.mood = balanced ? "good" : "bad";
   for (const name of ["published", "merged", "refused", "pending"]) {
@@ -135,212 +185,166 @@ function writeCounters(counters) {
     put(`b-${name}`, count(contributions));
     put(`t-${name}`, short(tokens));
   }
-  put("counters-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending contributions; tokens count once for each fragment`);
+  put("counters-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending contributions; tokens count once for each fragment. Rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}.`);
 }
 
 // -- islands -----------------------------------------------------------------------------------------------------------
 
-const TITLES = ["island", "state", "participation in the newest rounds", "lag", "tokens/s", "step", "up", "down", "queue", "seen", "memory", ""];
+const HEADS = ["island", "state", "newest rounds", "part", "lag", "tokens/s", "step", "up", "down", "queue", "seen", "memory", "actions"];
 const MOODS = { training: "good", joining: "busy", leaving: "busy", left: "idle", done: "idle", silent: "bad" };
-const lanes = new Map();
-
-function lane(name) {
-  if (lanes.has(name)) return lanes.get(name);
-  const root = element("div", "lane");
-  const cells = {};
-  const cell = (key, className, title = "") => {
-    cells[key] = element("div", className);
-    if (title) cells[key].dataset.title = title;
-    root.append(cells[key]);
-    return cells[key];
-  };
-  const who = cell("who", "who");
-  cells.name = element("b");
-  cells.where = element("small");
-  who.append(cells.name, cells.where);
-  cells.state = element("span", "pill");
-  cell("at", "at").append(cells.state);
-  const strip = cell("strip", "strip");
-  cells.cells = document.createElementNS(document.querySelector("svg").namespaceURI, "svg");
-  cells.cells.setAttribute("preserveAspectRatio", "none");
-  cells.part = element("b");
-  strip.append(cells.cells, cells.part);
-  for (const key of ["lag", "speed", "step", "up", "down", "queue", "seen", "memory"]) {
-    cell(key, "num", { speed: "tokens/s" }[key] ?? key);
-  }
-  const actions = cell("actions", "actions");
-  cells.drain = confirmedButton("drain", () => steer({ [`island.${name}`]: "drain" }));
-  cells.expel = confirmedButton("expel", () => steer({ [`island.${name}`]: "expel" }));
-  cells.back = confirmedButton("readmit", () => steer({ [`island.${name}`]: "" }));
-  actions.append(cells.drain, cells.expel, cells.back);
-  cell("trouble", "trouble");
-  const made = { root, cells, drawn: "" };
-  lanes.set(name, made);
-  return made;
-}
+const rows = new Map();
 
 /** Returns a button that acts only if it is pressed twice within three seconds. */
 function confirmedButton(words, act) {
   const button = element("button", "", words);
   button.type = "button";
   let timer = 0;
+  const asking = (now) => {
+    clearTimeout(timer);
+    timer = now ? setTimeout(() => asking(false), 3000) : 0;
+    button.textContent = now ? "confirm?" : words;
+    button.classList.toggle("confirming", now);
+  };
   button.addEventListener("click", () => {
-    if (timer) {
-      clearTimeout(timer);
-      timer = 0;
-      button.textContent = words;
-      button.classList.remove("confirming");
-      act();
-      return;
-    }
-    button.textContent = "confirm?";
-    button.classList.add("confirming");
-    timer = setTimeout(() => { timer = 0; button.textContent = words; button.classList.remove("confirming"); }, 3000);
+    if (timer) act();
+    asking(!timer);
   });
   return button;
 }
 
-function fill(place, main, ...under) {
-  const lines = under.filter(Boolean), text = [main, ...lines].join("\n");
-  if (place.dataset.text === text) return;
-  place.dataset.text = text;
-  place.replaceChildren(main, ...lines.map((words) => element("small", "", words)));
+function rowOf(name) {
+  if (rows.has(name)) return rows.get(name);
+  const to = (wish) => () => steer({ [`island.${name}`]: wish });
+  const buttons = [confirmedButton("drain", to("drain")), confirmedButton("expel", to("expel")), confirmedButton("readmit", to(""))];
+  const made = { root: element("tr", "", element("td", "actions", ...buttons)), buttons };
+  rows.set(name, made);
+  return made;
 }
 
-function writeLane(island) {
-  const { root, cells, ...drawn } = lane(island.name);
-  const made = lanes.get(island.name);
-  root.classList.toggle("gone", !island.live);
-  if (cells.name.textContent !== island.name) cells.name.textContent = cells.name.title = island.name;
-  const where = [island.device, island.host, island.optimizer_origin && island.optimizer_origin !== "fresh" ? `from ${island.optimizer_origin}` : ""].filter(Boolean).join(" · ");
-  if (cells.where.textContent !== where) cells.where.textContent = cells.where.title = where;
-  const asked = island.asked === "expel" ? "expelled" : island.asked === "drain" && island.live ? "draining" : "";
-  const word = asked || island.shown;
-  if (cells.state.textContent !== word) cells.state.textContent = word;
-  cells.state.dataset.mood = asked ? "warn" : MOODS[island.shown] ?? "idle";
-  const strip = island.strip.join();
-  if (made.drawn !== strip) {
-    made.drawn = strip;
-    drawStrip(cells.cells, island.strip);
-  }
-  const part = `${(100 * island.participation).toFixed(0)} %`;
-  if (cells.part.textContent !== part) cells.part.textContent = part;
-  fill(cells.lag, island.live ? fixed(island.staleness, 2) : dash, island.score === null ? "" : `score ${fixed(island.score, 2)}`);
-  fill(cells.speed, island.live ? count(island.tokens_per_second) : dash);
-  fill(cells.step, island.live && island.step_seconds ? duration(island.step_seconds) : dash);
-  fill(cells.up, size(island.bytes_up));
-  fill(cells.down, size(island.bytes_down));
-  fill(cells.queue, count(island.backlog));
-  fill(cells.seen, inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now");
+/** Returns the cells of an island as texts; the lines below a text are small. */
+function cellsOf(island) {
   const of = (used, limit, words) => used && limit ? `${words} ${(100 * used / limit).toFixed(0)} %` : "";
-  fill(cells.memory, island.memory_bytes ? size(island.memory_bytes) : dash, of(island.host_memory_bytes, island.host_memory_limit_bytes, "host"),
-    of(island.device_memory_bytes, island.device_memory_limit_bytes, "device"));
-  cells.memory.title = island.host_memory_limit_bytes ? `Process ${size(island.memory_bytes)}; host ${size(island.host_memory_bytes)} of ${size(island.host_memory_limit_bytes)}`
-    + (island.device_memory_limit_bytes ? `; devices ${size(island.device_memory_bytes)} of ${size(island.device_memory_limit_bytes)}` : "") : "";
-  cells.drain.hidden = !island.live || Boolean(island.asked);
-  cells.expel.hidden = island.asked === "expel";
-  cells.back.hidden = !island.asked;
+  return [
+    [`${(100 * island.participation).toFixed(0)} %`],
+    [island.live ? fixed(island.staleness, 2) : dash, island.score === null ? "" : `score ${fixed(island.score, 2)}`],
+    [island.live ? count(island.tokens_per_second) : dash],
+    [island.live && island.step_seconds ? duration(island.step_seconds) : dash],
+    [size(island.bytes_up)], [size(island.bytes_down)], [count(island.backlog)],
+    [inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now"],
+    [island.memory_bytes ? size(island.memory_bytes) : dash, of(island.host_memory_bytes, island.host_memory_limit_bytes, "host"),
+      of(island.device_memory_bytes, island.device_memory_limit_bytes, "device")],
+  ];
+}
+
+function troublesOf(island) {
   const lowered = island.live && island.factor !== null && island.factor < 1;
-  const trouble = [
+  return [
     lowered ? `Weight lowered to ${(100 * island.factor).toFixed(0)} %: its contributions disagree with those of the others (score ${fixed(island.score, 2)})` : "",
     island.link && island.link !== "ok" && island.live ? `Link: ${island.link}` : "",
     island.last_refusal ? `Last refused (of ${count(island.refused)}): ${island.last_refusal}` : "",
-  ].filter(Boolean).join("  ·  ");
-  if (cells.trouble.textContent !== trouble) cells.trouble.textContent = trouble;
+  ].filter(Boolean);
 }
 
-function drawStrip(svg, strip) {
-  svg.setAttribute("viewBox", `0 0 ${Math.max(1, strip.length) * 5} 14`);
-  svg.replaceChildren(...strip.map((late, n) => {
-    const mark = document.createElementNS(svg.namespaceURI, "rect");
-    mark.setAttribute("x", n * 5);
-    mark.setAttribute("width", 4);
-    mark.setAttribute("height", late < 0 ? 4 : 14);
-    mark.setAttribute("y", late < 0 ? 5 : 0);
-    mark.setAttribute("class", late < 0 ? "n" : late ? "o" : "f");
-    return mark;
+function writeIsland(island) {
+  const { root, buttons } = rowOf(island.name), { asked } = island;
+  const word = asked === "expel" ? "expelled" : asked === "drain" && island.live ? "draining" : island.shown;
+  const where = [island.device, island.host, island.optimizer_origin && island.optimizer_origin !== "fresh" ? `from ${island.optimizer_origin}` : ""].filter(Boolean);
+  const cells = cellsOf(island), troubles = troublesOf(island), shown = JSON.stringify([word, where, cells, troubles, island.strip]);
+  buttons.forEach((button, n) => { button.hidden = [!island.live || asked, asked === "expel", !asked][n]; });
+  root.classList.toggle("gone", !island.live);
+  if (root.dataset.shown === shown) return;
+  root.dataset.shown = shown;
+  while (root.children.length > 1) root.firstChild.remove(); // the buttons stay, and so does the focus on one
+  const name = element("th", "", link(addressOf(runHere, "islands", island.name), island.name), element("small", "", where.join(" · ")),
+    ...troubles.map((words) => element("small", "trouble", words)));
+  name.scope = "row";
+  name.title = island.name;
+  const state = pill(word, asked ? "warn" : MOODS[island.shown] ?? "idle");
+  root.lastChild.before(name, element("td", "", state), element("td", "strip", strip(island.strip)), ...cells.map(([text, ...under], n) => {
+    const cell = titled(HEADS[n + 3], text, ...under.filter(Boolean).map((words) => element("small", "", words)));
+    cell.className = "num";
+    return cell;
   }));
 }
 
-function writeLanes(islands) {
-  const known = [...islands].sort((a, b) => b.live - a.live || a.name.localeCompare(b.name, "en", { numeric: true }));
-  const gone = known.filter((island) => !island.live).length;
-  const hidden = showGone || gone <= GONE_SHOWN ? 0 : gone - GONE_SHOWN;
-  const recent = new Set(known.filter((i) => !i.live).sort((a, b) => a.last_seen_seconds - b.last_seen_seconds).slice(0, GONE_SHOWN).map((i) => i.name));
-  const shown = hidden ? known.filter((island) => island.live || recent.has(island.name)) : known;
-  shown.forEach(writeLane);
-  const place = $("lanes");
-  if (!place.firstChild) {
-    const titles = element("div", "titles");
-    TITLES.forEach((title, n) => titles.append(element("span", n === TITLES.length - 1 ? "last" : n > 2 ? "num" : "", title)));
-    place.append(titles);
-  }
-  place.hidden = !shown.length;
-  $("no-lanes").hidden = Boolean(shown.length);
-  const wanted = [place.firstChild, ...shown.map((island) => lanes.get(island.name).root)];
-  if (wanted.length !== place.children.length || wanted.some((root, n) => place.children[n] !== root)) place.replaceChildren(...wanted);
-  $("more-lanes").hidden = gone <= GONE_SHOWN;
-  put("more-lanes", showGone ? "hide islands that have left" : `show ${hidden} islands that have left`);
+/** Returns a cell that shows the head of its column where the table is a list of cards. */
+function titled(title, ...inside) {
+  const cell = element("td", "", ...inside);
+  cell.dataset.title = title;
+  return cell;
 }
 
-// -- events ------------------------------------------------------------------------------------------------------------
+/** Returns a mark for each of the newest rounds: in it, late or absent. */
+function strip(marks) {
+  const svg = document.createElementNS(document.querySelector("svg").namespaceURI, "svg");
+  svg.setAttribute("viewBox", `0 0 ${Math.max(1, marks.length) * 5} 14`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  for (const [kind, is, top, high] of [["n", (late) => late < 0, 5, 4], ["o", (late) => late > 0, 0, 14], ["f", (late) => late === 0, 0, 14]]) {
+    const path = document.createElementNS(svg.namespaceURI, "path");
+    path.setAttribute("class", kind);
+    path.setAttribute("d", marks.map((late, n) => is(late) ? `M${n * 5} ${top}h4v${high}h-4z` : "").join(""));
+    svg.append(path);
+  }
+  return svg;
+}
 
-const KINDS = { refused: "warn", diverged: "bad", expelled: "bad", paused: "warn", drained: "warn", joined: "good", "came back": "good", resumed: "good", lowered: "warn", idle: "warn", replaced: "warn", repaired: "warn", restored: "good", served: "busy", steered: "busy", checkpoint: "idle", left: "idle" };
-let eventsShown = "";
+function writeIslands(islands) {
+  const known = islands.filter((island) => !only || island.name === only)
+    .sort((a, b) => (b.shown === "silent") - (a.shown === "silent") || b.live - a.live || a.name.localeCompare(b.name, "en", { numeric: true }));
+  const gone = known.filter((island) => !island.live).sort((a, b) => a.last_seen_seconds - b.last_seen_seconds);
+  const hidden = new Set(showGone ? [] : gone.slice(GONE_SHOWN));
+  const shown = known.filter((island) => !hidden.has(island));
+  shown.forEach(writeIsland);
+  fill($("island-heads"), HEADS, () => HEADS.map((head, n) => element("th", n > 2 ? "num" : "", head)));
+  const wanted = shown.map((island) => rows.get(island.name).root), place = $("islands");
+  if (wanted.length !== place.children.length || wanted.some((root, n) => place.children[n] !== root)) place.replaceChildren(...wanted);
+  $("no-islands").hidden = Boolean(shown.length);
+  $("more-islands").hidden = gone.length <= GONE_SHOWN;
+  put("more-islands", showGone ? "hide islands that are gone" : `show ${hidden.size} islands that are gone`);
+}
+
+// -- events and problems -----------------------------------------------------------------------------------------------
+
+const KINDS = { refused: "warn", diverged: "bad", expelled: "bad", paused: "warn", drained: "warn", lowered: "warn", idle: "warn", replaced: "warn", repaired: "warn" };
 
 function writeEvents(events) {
-  $("no-events").hidden = events.length > 0;
-  const text = JSON.stringify(events);
-  if (text === eventsShown) return;
-  eventsShown = text;
-  $("events").replaceChildren(...events.map((event) => {
-    const item = element("li"), time = element("time", "", clock(event.unix_seconds));
+  const shown = events.filter((event) => !only || event.who === only);
+  $("no-events").hidden = shown.length > 0;
+  fill($("events"), shown, () => shown.map((event) => {
+    const time = element("time", "", clock(event.unix_seconds)), kind = element("span", "kind", event.kind + (event.times > 1 ? ` ×${event.times}` : ""));
     time.title = new Date(event.unix_seconds * 1e3).toString();
-    const kind = element("span", "kind", event.kind + (event.times > 1 ? ` ×${event.times}` : ""));
     kind.dataset.mood = KINDS[event.kind] ?? "idle";
-    const what = element("span", "what");
-    what.append(element("b", "", event.who), event.text, event.remedy && worded("small", "remedy", event.remedy));
-    item.append(time, kind, what);
-    return item;
+    const what = element("span", "what", element("b", "", event.who), event.text, ...(event.remedy ? [worded("small", "remedy", event.remedy)] : []));
+    return element("li", event.remedy || KINDS[event.kind] ? "" : "quiet", time, kind, what);
   }));
 }
 
-// -- what to do --------------------------------------------------------------------------------------------------------
-
 function writeProblems(problems) {
-  $("problems").hidden = !problems.length;
-  const text = JSON.stringify(problems.map((each) => [each.code, each.who, each.text, each.seconds < 3 ? "" : span(each.seconds)]));
-  if ($("problem-list").dataset.text === text) return;
-  $("problem-list").dataset.text = text;
-  $("problem-list").replaceChildren(...problems.map((problem) => {
-    const item = element("li");
+  const told = problems.map((each) => [each.code, each.who, each.text, each.names, each.seconds < 3 ? "" : span(each.seconds)]);
+  fill($("problem-list"), told, () => problems.map((problem) => {
+    const who = problem.names.length
+      ? element("details", "", element("summary", "", problem.who), problem.names.join(", ")) : element("b", "", problem.who);
+    const since = problem.seconds >= 3 ? element("small", "since", ` for ${span(problem.seconds)}`) : "";
+    const item = element("li", "", who, problem.text, since, worded("span", "", problem.remedy));
     item.dataset.mood = problem.mood;
-    const since = problem.seconds >= 3 ? element("small", "since", `for ${span(problem.seconds)}`) : "";
-    item.append(element("b", "", problem.who), problem.text, " ", since, worded("span", "", problem.remedy));
     return item;
   }));
 }
 
 function writeSettings(settings, changed, set) {
-  const rows = Object.entries(settings).map(([name, value]) => {
-    const row = element("tr", changed.includes(name) ? "changed" : ""), cell = element("td", set[name] === undefined ? "" : "steered", set[name] === undefined ? value : `${set[name]} (steered; the run's own is ${value})`);
-    row.append(element("th", "", name), cell);
-    return row;
-  });
-  const text = rows.map((row) => row.textContent).join();
-  if ($("settings-rows").dataset.text === text) return;
-  $("settings-rows").dataset.text = text;
-  $("settings-rows").replaceChildren(...rows);
+  fill($("settings-rows"), [settings, set], () => Object.entries(settings).map(([name, value]) => {
+    const steered = set[name] !== undefined, head = element("th", "", name);
+    head.scope = "row";
+    return element("tr", changed.includes(name) ? "changed" : "", head,
+      element("td", steered ? "steered" : "", steered ? `${set[name]} (steered; the run's own is ${value})` : value));
+  }));
 }
 
 /** Shows where the figures of a report come from, and how to repeat the run. */
 function writeAbout({ sections, commands }) {
-  $("about").replaceChildren(...Object.entries(sections).map(([title, facts]) => {
-    const part = element("div"), list = element("dl");
-    for (const [name, value] of Object.entries(facts)) list.append(element("dt", "", name), element("dd", "", value));
-    part.append(element("h3", "", title), list);
-    return part;
-  }));
+  $("about").replaceChildren(...Object.entries(sections).map(([title, facts]) => element("div", "", element("h3", "", title),
+    element("dl", "", ...Object.entries(facts).flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)])))));
   put("commands", commands);
 }
 
@@ -356,24 +360,21 @@ function writeState() {
   $("state").dataset.mood = mood;
   put("eta", inlined || !left ? "" : `${left} ·`);
   document.documentElement.dataset.old = isAway() ? "all" : isOld() ? "merged" : "";
-  banner.hidden = !sentence;
+  banner.hidden = !sentence || (tab() === "overview" && !isAway() && urgency !== "idle"); // What to do has it
   banner.dataset.mood = urgency;
-  if (banner.dataset.text !== sentence + remedy) {
-    banner.dataset.text = sentence + remedy;
-    banner.replaceChildren(sentence, " ", worded("span", "remedy", remedy));
-  }
+  fill(banner, [sentence, remedy], () => [sentence, " ", worded("span", "remedy", remedy)]);
   link.dataset.mood = inlined || !page ? "idle" : isAway() ? "warn" : "good";
   link.querySelector("span").textContent = inlined ? "report" : !page ? "connecting" : isAway() ? `as of ${clock(page.unix_seconds)}` : "live";
 }
 
 /** The state while the dashboard does not answer. A finished run stays finished. */
-function disconnect() {
-  if (page && state.word !== "finished") {
-    state = { ...state, word: "no connection", mood: "warn", seconds_left: null, left: "stalled", since_unix_seconds: page.unix_seconds,
-      sentence: "The dashboard does not answer. The page continues when it answers again.", remedy: "", urgency: "bad" };
+function disconnect(sentence) {
+  if (state.word !== "finished") {
+    state = { ...state, word: "no connection", mood: "warn", seconds_left: null, left: "stalled", since_unix_seconds: page?.unix_seconds ?? null,
+      sentence, remedy: "", urgency: "bad" };
   }
-  writeState();
   write();
+  writeState();
 }
 
 // -- steering ----------------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ const kept = (() => { try { return sessionStorage; } catch { return null; } })()
 async function steer(changes) {
   say("…", "idle");
   try {
-    const answer = await fetch("api/steer", {
+    const answer = await fetch(`/api/runs/${encodeURIComponent(runHere)}/steer`, {
       method: "POST", headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" }, body: JSON.stringify({ changes }),
     });
     const { message } = await answer.json();
@@ -473,36 +474,45 @@ $("merging").addEventListener("click", () => steer({ merging: $("merging").datas
 $("checkpoint").addEventListener("click", () => steer({ checkpoint: "now" }));
 $("forget").addEventListener("click", () => { lock(); say("", "idle"); });
 $("unlock").addEventListener("submit", (event) => { event.preventDefault(); unlock($("token").value.trim()); $("token").value = ""; });
-$("more-lanes").addEventListener("click", () => { showGone = !showGone; write(); });
+$("more-islands").addEventListener("click", () => { showGone = !showGone; write(); });
 
-// -- theme and axis -----------------------------------------------------------------------------------
+// -- the list of runs --------------------------------------------------------------------------------------------------
 
-const local = (() => { try { return localStorage; } catch { return null; } })();
-const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-
-function theme(name) {
-  if (name) document.documentElement.dataset.theme = name;
-  Charts.again();
+async function readRuns() {
+  const found = await ask("/api/runs");
+  if (found?.length === 1 && found[0].is_served) { location.replace(addressOf(found[0].run) + location.hash); return; }
+  if (found) {
+    state = { ...state, word: `${found.length} runs`, mood: "idle" };
+    put("link", "");
+    put("state", state.word);
+    $("no-runs").hidden = found.length > 0;
+    fill($("runs"), found, () => found.map((run) => {
+      const name = element("th", "", run.is_served ? link(addressOf(run.run) + location.hash, run.run) : run.run);
+      name.scope = "row";
+      if (!run.is_served) name.append(worded("small", "", `\`archipelago dash ${run.run}\` opens it`));
+      const texts = { model: run.model || dash, round: count(run.round), step: run.steps ? `${count(run.step)} of ${count(run.steps)}` : dash,
+        islands: `${run.live} of ${run.known} live`, active: run.idle_seconds === null ? dash : `${span(run.idle_seconds)} ago`, where: run.where };
+      return element("tr", "", name, element("td", "", pill(run.state, run.mood)), ...Object.entries(texts).map(([title, text]) => titled(title, text)));
+    }));
+  }
+  if (!still) setTimeout(readRuns, 5000);
 }
-function dark() { return (document.documentElement.dataset.theme ?? (prefersDark.matches ? "dark" : "light")) === "dark"; }
-$("theme").addEventListener("click", () => {
-  const next = dark() ? "light" : "dark";
-  local?.setItem("theme", next);
-  theme(next);
-});
-prefersDark.addEventListener("change", () => Charts.again());
+
+// -- theme and axis ----------------------------------------------------------------------------------------------------
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => Charts.again());
 
 function over(name) {
   for (const button of document.querySelectorAll("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === name));
   Charts.over(name);
 }
-for (const button of document.querySelectorAll("[data-axis]")) button.addEventListener("click", () => over(button.dataset.axis));
-
-function zoom(name) {
-  for (const button of document.querySelectorAll("[data-part]")) button.setAttribute("aria-pressed", String(button.dataset.part === name));
-  Charts.zoom(name);
+for (const button of document.querySelectorAll("[data-axis]")) {
+  button.addEventListener("click", () => {
+    query.set("over", button.dataset.axis);
+    if (!inlined) history.replaceState(null, "", `${location.pathname}?${query}`);
+    over(button.dataset.axis);
+  });
 }
-for (const button of document.querySelectorAll("[data-part]")) button.addEventListener("click", () => zoom(button.dataset.part));
 
 // -- readings ----------------------------------------------------------------------------------------------------------
 
@@ -512,36 +522,45 @@ function receive(reading) {
   state = reading.state;
   if (reading.page) page = reading.page;
   write();
-  if (reading.charts) Charts.show(reading.charts);
+  if (reading.charts) Charts.show(reading.charts, only);
   chartsShown = reading.number;
   writeState();
 }
 
+/** Returns what the server answers, or null after showing why there is nothing. */
+async function ask(address) {
+  try {
+    const answer = await fetch(address, { signal: AbortSignal.timeout(10000) }), found = await answer.json();
+    if (answer.ok) return found;
+    disconnect(found.message);
+  } catch {
+    disconnect("The dashboard does not answer. The page continues when it answers again.");
+  }
+  return null;
+}
+
 /** Asks for the newest reading, and again every second unless `still`. Charts come if they are newer than those shown. */
 async function read() {
-  try {
-    const answer = await fetch(`api/view?charts=${chartsShown}`, { signal: AbortSignal.timeout(10000) });
-    receive(await answer.json());
-  } catch {
-    disconnect();
-  }
+  const found = await ask(`/api/runs/${encodeURIComponent(runHere)}/view?charts=${chartsShown}`);
+  if (found) receive(found);
   if (!still) setTimeout(read, 1000);
 }
 
-theme(query.get("theme") ?? local?.getItem("theme") ?? "");
-over("tokens");
-zoom("all");
+if (query.has("theme")) document.documentElement.dataset.theme = query.get("theme");
+over(query.get("over") ?? "tokens");
 document.documentElement.classList.toggle("still", Boolean(inlined));
+if (!inlined) $("home").href = "/";
+showTab();
 if (inlined) {
   const everything = JSON.parse(inlined);
   writeAbout(everything.about);
   receive(everything);
-}
-else read();
-if (!inlined) {
+  addEventListener("hashchange", () => { showTab(); writeState(); Charts.again(); });
+} else if (runHere) {
+  read();
   const fragment = new URLSearchParams(location.hash.slice(1)).get("token");
   if (fragment) history.replaceState(null, "", location.pathname + location.search);
   const known = fragment ?? kept?.getItem("token");
   if (known) unlock(known, true);
   showKnobs();
-}
+} else readRuns();

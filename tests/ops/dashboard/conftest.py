@@ -14,6 +14,7 @@ import pytest
 
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note, Refusal
+from archipelago.ops.dashboard.boards import Boards
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
@@ -91,8 +92,8 @@ def transport() -> MemoryTransport:
 @pytest.fixture
 def address(transport: MemoryTransport) -> Iterator[str]:
     """Serve the page of that run, and yield its address."""
-    with serving(Watcher(transport), TOKEN, "127.0.0.1", 0) as found:
-        yield found
+    with serving(Boards(Watcher(transport)), TOKEN, "127.0.0.1", 0) as found:
+        yield f"{found}/runs/sample"
 
 
 class Page:
@@ -105,12 +106,12 @@ class Page:
         metrics = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": pixels < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
-    def open(self, where: str) -> None:
-        """Open an address, and wait for its charts."""
+    def open(self, where: str, charts: int = 2) -> None:
+        """Open an address, and wait for that many charts."""
         self.driver.get("about:blank")
         self.driver.get(where)
-        drawn = "return document.querySelectorAll('.chart[data-drawn] .main-svg').length >= 5"
-        self.until(lambda: self.run(drawn), "the charts are drawn")
+        drawn = "return document.querySelectorAll('.chart[data-drawn] .main-svg:first-child').length >= arguments[0]"
+        self.until(lambda: self.run(drawn, charts), "the charts are drawn")
 
     def run(self, script: str, *args: object) -> Any:
         return self.driver.execute_script(script, *args)
@@ -147,6 +148,7 @@ class Page:
 def page(driver: WebDriver, until: Until) -> Page:
     """A wide page, which has complained of nothing yet."""
     made = Page(driver, until)
+    driver.get("about:blank")  # so that the page of an earlier test asks its server no more
     made.width(1400)
     made.complaints()
     return made

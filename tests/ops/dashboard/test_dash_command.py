@@ -21,6 +21,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.commands import run
 from archipelago.ops.dashboard.app import application
+from archipelago.ops.dashboard.boards import Boards
 from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
@@ -39,13 +40,13 @@ def url(url: str) -> str:
 
 
 def shown(address: str, charts: int = 0) -> Any:
-    with urllib.request.urlopen(f"{address}/api/view?charts={charts}", timeout=30) as answer:  # noqa: S310
+    with urllib.request.urlopen(f"{address}/api/runs/sample/view?charts={charts}", timeout=30) as answer:  # noqa: S310
         return json.load(answer)
 
 
 def test_a_page_gets_each_reading_and_new_charts_and_the_threads_end_with_the_server(until: Until) -> None:
     transport = a_run(MemoryBroker())
-    with serving(Watcher(transport), TOKEN, "127.0.0.1", 0) as address:
+    with serving(Boards(Watcher(transport)), TOKEN, "127.0.0.1", 0) as address:
         until(lambda: shown(address)["page"] is not None, "a first reading")
         first = shown(address)
         assert (first["page"]["run"]["rounds"], first["charts"]["lines"]["round"]) == (1, [1])

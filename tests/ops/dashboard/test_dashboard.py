@@ -16,18 +16,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from archipelago.broker.errors import UnreachableError
+from archipelago.broker.errors import UnknownRunError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.app import BODY_BYTES_MAX, Board, application
+from archipelago.ops.dashboard.app import BODY_BYTES_MAX, application
+from archipelago.ops.dashboard.boards import Board, Boards
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import FILES, PAGE
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.run_list import RunEntry
 from archipelago.ops.watch.watcher import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher
 from tests import samples
+from tests.failing import failing
 from tests.intercept import Intercepted
 
 TOKEN = "open-sesame"  # noqa: S105 - of the tests alone
@@ -84,14 +87,14 @@ def watch(transport: Away, clock: VirtualClock) -> Watcher:
 
 
 @pytest.fixture
-def board(watch: Watcher) -> Board:
-    return Board(watch)
+def boards(watch: Watcher) -> Boards:
+    return Boards(watch)
 
 
 @pytest.fixture
-def client(board: Board) -> Iterator[TestClient]:
-    board.update()
-    with TestClient(application(board, TOKEN), "http://localhost") as found:
+def client(boards: Boards) -> Iterator[TestClient]:
+    boards.of("sample").update()
+    with TestClient(application(boards, TOKEN), "http://localhost") as found:
         yield found
 
 
@@ -99,7 +102,7 @@ def client(board: Board) -> Iterator[TestClient]:
 
 
 def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
-    found = client.get("/api/view").json()
+    found = client.get("/api/runs/sample/view").json()
     page, charts = found["page"], found["charts"]
     assert (page["run"]["run"], page["run"]["known"], page["run"]["live"], page["run"]["participating"]) == (
         "sample", 2, 2, 1,
@@ -120,23 +123,23 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     assert charts["lines"]["round"] == [1]
     assert charts["lines"]["loss"] == [pytest.approx(2.5 / math.log(2), abs=1e-3)]  # The tape has 2.5 nats.
     assert charts["now"] == {name: page["run"][name] for name in ("rounds", "known", "live", "participating")}
-    assert (charts["staleness"], charts["queues"]["pending"]) == ([1], [1])
+    assert charts["staleness"] == [1]
 
 
-def test_a_foreign_host_name_is_refused(board: Board) -> None:
+def test_a_foreign_host_name_is_refused(boards: Boards) -> None:
     """Otherwise a page of that site could read the dashboard from its visitor's machine."""
     hosts = {
         "localhost:8765": 200, "127.0.0.1": 200, "[::1]:8765": 200, "192.0.2.7:8765": 200, "Dash.Example:80": 200,
         "evil.example:8765": 400, "localhost.evil.example": 400, "127.0.0.1.evil.example": 400, "": 400, "[": 400,
     }  # fmt: skip
-    with TestClient(application(board, TOKEN, ("localhost", "dash.example"))) as client:
-        answers = {host: client.get("/api/view", headers={"host": host}).status_code for host in hosts}
+    with TestClient(application(boards, TOKEN, ("localhost", "dash.example"))) as client:
+        answers = {host: client.get("/api/runs/sample/view", headers={"host": host}).status_code for host in hosts}
     assert answers == hosts
 
 
 def test_a_foreign_host_name_is_refused_on_every_address(watch: Watcher) -> None:
     for host in ("127.0.0.1", "0.0.0.0"):  # noqa: S104 - the test is about this address
-        with serving(watch, TOKEN, host, 0, ["dash.example"]) as address:
+        with serving(Boards(watch), TOKEN, host, 0, ["dash.example"]) as address:
             port = int(address.rpartition(":")[2])
             for name, status in (("127.0.0.1", 200), ("dash.example", 200), ("evil.example", 400)):
                 with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
@@ -145,12 +148,12 @@ def test_a_foreign_host_name_is_refused_on_every_address(watch: Watcher) -> None
 
 
 def test_all_files_of_the_page_are_served_here(client: TestClient) -> None:
-    for path in (*FILES, "/plotly.min.js"):
+    for path in (*FILES, "/", "/runs/sample", "/runs/sample/sync", "/runs/sample/islands/a", "/plotly.min.js"):
         answer = client.get(path)
         assert (answer.status_code, len(answer.content) > 1000) == (200, True), path
         assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
     names = sorted(path.name for path in PAGE.iterdir())
-    assert names == sorted(FILES.values())
+    assert names == sorted([*FILES.values(), "index.html"])
     for name in names:
         text = (PAGE / name).read_text(encoding="utf-8")
         assert not re.search(r"https?:|(?<![:/])//[a-z0-9-]+\.[a-z]", text), name
@@ -171,6 +174,33 @@ def test_health_and_metrics_are_those_of_the_view(client: TestClient, watch: Wat
     assert (answer.status_code, answer.text) == (503, "redis://somewhere does not answer\n")
 
 
+def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clock: VirtualClock) -> None:
+    entries = [RunEntry("other", "redis", "training"), RunEntry("shut", "runs/shut", "ended", is_served=False)]
+    asked: list[str] = []
+
+    def opened(run: str) -> Watcher:
+        asked.append(run)
+        if run != "other":
+            raise UnknownRunError("its Redis does not run", "Start it.")
+        return watch
+
+    with Boards(None, lambda: entries, opened) as boards:
+        client = TestClient(application(boards, TOKEN), "http://localhost")
+        found = client.get("/api/runs").json()
+        assert [(run["run"], run["mood"], run["is_served"]) for run in found] == [
+            ("other", "good", True), ("shut", "idle", False),
+        ]  # fmt: skip
+        assert not asked
+        for run, status in (("other", 200), ("shut", 404), ("../etc", 404), ("other", 200)):
+            assert client.get(f"/api/runs/{run}/view").status_code == status, run
+        assert asked == ["other", "shut"], "each is opened once; a name with a slash is no address"
+        assert client.get("/metrics").status_code == 503, "no run was named"
+    boards = Boards(watch)
+    assert boards.listed() == [{"run": "sample", "is_served": True}]
+    with failing(UnknownRunError, "broker.unknown-run"):
+        boards.of("other")
+
+
 # -- refused requests -------------------------------------------------------------------------------------------------
 
 
@@ -178,16 +208,16 @@ def test_nothing_changes_without_the_token_and_a_post(client: TestClient, transp
     bearer = [f"Bearer {word}" for word in ("", "wrong", f"{TOKEN}x", "ö")]
     for authorization in (None, "", f"Basic {TOKEN}", TOKEN, *bearer):
         headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
-        answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=headers)  # type: ignore[arg-type]
+        answer = client.post("/api/runs/sample/steer", json={"changes": {"merging": "paused"}}, headers=headers)  # type: ignore[arg-type]
         assert (answer.status_code, "token" in answer.json()["message"]) == (401, True), authorization
     for method in ("get", "put", "delete", "patch", "head"):
-        assert client.request(method, "/api/steer?merging=paused", headers=RIGHT).status_code == 405, method
+        assert client.request(method, "/api/runs/sample/steer?merging=paused", headers=RIGHT).status_code == 405, method
     assert transport.reader.control() == {}
 
 
 def test_each_action_reaches_the_run_is_answered_and_can_be_removed(client: TestClient, transport: Away) -> None:
     def steer(**changes: str) -> None:
-        answer = client.post("/api/steer", json={"changes": changes}, headers=RIGHT)
+        answer = client.post("/api/runs/sample/steer", json={"changes": changes}, headers=RIGHT)
         assert answer.status_code == 200
         assert answer.json()["message"]
 
@@ -212,15 +242,15 @@ WRONG_BODIES = [*('{"changes": ' + each + "}" for each in WRONG_CHANGES), "[]", 
 
 def test_a_wrong_value_or_too_large_a_request_is_refused(client: TestClient, transport: Away) -> None:
     for body in WRONG_BODIES:
-        answer = client.post("/api/steer", content=body, headers=RIGHT)
+        answer = client.post("/api/runs/sample/steer", content=body, headers=RIGHT)
         assert answer.status_code == 400, body[:40]
         assert re.fullmatch(r".+\. .+", answer.json()["message"], re.DOTALL), "what happened, and what to do"
-    answer = client.post("/api/steer", content=b" " * BODY_BYTES_MAX + b'{"changes": {}}', headers=RIGHT)
+    answer = client.post("/api/runs/sample/steer", content=b" " * BODY_BYTES_MAX + b'{"changes": {}}', headers=RIGHT)
     assert (answer.status_code, "too large" in answer.json()["message"]) == (400, True)
     assert transport.reader.control() == {}
 
 
-def test_a_request_that_breaks_off_is_no_error(board: Board, transport: Away) -> None:
+def test_a_request_that_breaks_off_is_no_error(boards: Boards, transport: Away) -> None:
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -229,16 +259,16 @@ def test_a_request_that_breaks_off_is_no_error(board: Board, transport: Away) ->
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/api/steer", "query_string": b"",
+    scope = {"type": "http", "method": "POST", "path": "/api/runs/sample/steer", "query_string": b"",
              "headers": [(b"authorization", RIGHT["Authorization"].encode())]}  # fmt: skip
-    asyncio.run(application(board, TOKEN)(scope, receive, send))
+    asyncio.run(application(boards, TOKEN)(scope, receive, send))
     assert sent[0]["status"] == 400
     assert transport.reader.control() == {}
 
 
 def test_steering_while_redis_is_away(client: TestClient, transport: Away) -> None:
     transport.away = {"steer"}
-    answer = client.post("/api/steer", json={"changes": {"merging": "paused"}}, headers=RIGHT)
+    answer = client.post("/api/runs/sample/steer", json={"changes": {"merging": "paused"}}, headers=RIGHT)
     assert (answer.status_code, answer.json()["message"]) == (
         503, "redis://somewhere does not answer. Is it running?",
     )  # fmt: skip
