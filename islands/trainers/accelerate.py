@@ -25,7 +25,8 @@ class LocalSGD:
                     break
 
     The processes of the accelerator keep the same parameters, by DistributedDataParallel or FSDP2. Other islands are
-    other scripts. When the block ends, the model has the run's parameters.
+    other scripts. When the block ends, the model has the run's parameters. `island` has the run's clock, and
+    `finished` is true when training is to stop.
     """
 
     def __init__(
@@ -43,10 +44,8 @@ class LocalSGD:
         """Note what to join.
 
         Args:
-            accelerator: It has prepared the model and the optimisers.
-            model: The model that it has prepared.
+            accelerator: It has prepared the model and its optimisers.
             local_sgd_steps: The steps between two syncs of a fragment (`SyncConfig.interval`) if this creates the run.
-            enabled: Whether to join at all.
             name: The name of the run; None for $ARCHIPELAGO_RUN, or else `local-sgd`.
             url, steps, **options: As in `TrainerIsland`.
 
@@ -59,10 +58,10 @@ class LocalSGD:
         if local_sgd_steps is not None:
             options.setdefault("sync", SyncConfig(interval=local_sgd_steps))
         self._accelerator, self._model, self._enabled = accelerator, model, enabled
-        self._island = TrainerIsland(url, name or os.environ.get(RUN_VARIABLE) or "local-sgd", steps, **options)
+        self.island = TrainerIsland(url, name or os.environ.get(RUN_VARIABLE) or "local-sgd", steps, **options)
         loader = next(iter(accelerator._dataloaders), None)
         self._examples = getattr(loader, "total_batch_size", 1) * accelerator.gradient_accumulation_steps
-        self._finished = False
+        self.finished = False
 
     def __enter__(self) -> Self:
         """Join the run. The model then has its parameters."""
@@ -70,32 +69,16 @@ class LocalSGD:
             own = {id(parameter) for parameter in self._model.parameters()}
             optimizers = self._accelerator._optimizers  # of all models that it has prepared
             has_own = [any(id(p) in own for group in each.param_groups for p in group["params"]) for each in optimizers]
-            self._island.begin(self._model, [each for each, has in zip(optimizers, has_own, strict=True) if has])
+            self.island.begin(self._model, [each for each, has in zip(optimizers, has_own, strict=True) if has])
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the run. Without an error, the model then has the run's parameters."""
-        self._island.end(error)
+        self.island.end(error)
 
     def step(self, *, tokens: int | None = None, loss: Any = None) -> None:
-        """Sync, if the optimiser has made a step. Nothing happens while gradients are accumulated.
-
-        Args:
-            tokens: The tokens of the step, in a unit that all islands share. None counts the examples of a step of the
-                first loader that the accelerator has prepared.
-            loss: Its loss, for display.
-        """
-        if self._island.is_joined and self._accelerator.sync_gradients:
-            self._finished = self._island.sync(tokens or self._examples, loss)
-
-    @property
-    def finished(self) -> bool:
-        """Whether to stop training."""
-        return self._finished
-
-    @property
-    def island(self) -> TrainerIsland:
-        """The island, for the run's clock and its held-out losses."""
-        return self._island
+        """Sync, if the optimiser has made a step. Without `tokens`, a step counts the examples of the first loader."""
+        if self.island.is_joined and self._accelerator.sync_gradients:
+            self.finished = self.island.sync(tokens or self._examples, loss)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models.llama import Names
@@ -66,8 +67,6 @@ class TrainerIsland:
         self.is_joined = False
         self.step = self.steps = 0
 
-    # -- training -----------------------------------------------------------------------------------------------------
-
     def ends_with_run(self, limit: int) -> bool:
         """Return whether a trainer trains until the run ends, from its own limit in steps, if it is positive."""
         return limit <= 0 or (self.length is not None and self.length <= limit)
@@ -114,12 +113,7 @@ class TrainerIsland:
             )  # fmt: skip
 
     def sync(self, tokens: int, loss: Any = None) -> bool:
-        """Sync after a step of the optimiser, and return whether to stop.
-
-        Args:
-            tokens: What the trainer counted in this step.
-            loss: The newest loss, if there is a new one.
-        """
+        """Sync after a step of the optimiser, with what the trainer counted in it. Return whether to stop."""
         self._run.sync(tokens=self._tokens or max(tokens, 1), loss=loss)
         self.step, self.steps = self._run.step, self._run.steps
         return bool(self._run.finished)
@@ -128,8 +122,6 @@ class TrainerIsland:
         """Record a held-out loss, also of the run's parameters after the end."""
         if self._run is not None:
             self._run.report(held_out=loss)
-
-    # -- leaving ------------------------------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the run, if the island is in it, as the `with` block of a script does.
@@ -161,20 +153,19 @@ def follow_clock(schedule: Any, step: int) -> None:
 
     A schedule that computes each rate from the one before, such as `SequentialLR`, counts its own steps on.
     """
-    kinds = torch.optim.lr_scheduler
-    if isinstance(schedule, kinds.OneCycleLR):
+    if not (isinstance(schedule, LambdaLR | OneCycleLR) or hasattr(schedule, "_get_closed_form_lr")):
+        return
+    if isinstance(schedule, OneCycleLR):
         schedule.last_epoch = min(step, schedule.total_steps - 1) - 1
         with warnings.catch_warnings(action="ignore"):  # the first call comes before the optimiser's first step
             schedule.step()
         return
-    if isinstance(schedule, kinds.LambdaLR):
+    schedule.last_epoch = step
+    if isinstance(schedule, LambdaLR):
         rates = [rate * of(step) for rate, of in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    elif hasattr(schedule, "_get_closed_form_lr"):
-        schedule.last_epoch = step
-        rates = schedule._get_closed_form_lr()
     else:
-        return
-    schedule.last_epoch, schedule._last_lr = step, rates
+        rates = schedule._get_closed_form_lr()
+    schedule._last_lr = rates
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         if torch.is_tensor(group["lr"]):
             group["lr"].fill_(rate)

@@ -33,7 +33,7 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
             monitor: The logged metric that is the held-out loss.
             url, name, steps, **options: As in `TrainerIsland`.
         """
-        self._island, self._monitor = TrainerIsland(url, name, steps, **options), monitor
+        self.island, self._monitor = TrainerIsland(url, name, steps, **options), monitor
         self._ends_with_run = False
         self._synced = self._examples = 0
 
@@ -49,49 +49,49 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
                 'Use DDP, or FSDP2: `ModelParallelStrategy` with `fully_shard` on its mesh "data_parallel".',
             )
         require_one(trainer.callbacks, ArchipelagoCallback)
-        self._ends_with_run = stage == "fit" and self._island.ends_with_run(trainer.max_steps)
+        self._ends_with_run = stage == "fit" and self.island.ends_with_run(trainer.max_steps)
         if self._ends_with_run:
             trainer.fit_loop.max_epochs = -1
-            trainer.fit_loop.epoch_loop.max_steps = self._island.length or trainer.max_steps
+            trainer.fit_loop.epoch_loop.max_steps = self.island.length or trainer.max_steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the run."""
         if self._ends_with_run:
             trainer.fit_loop.epoch_loop.max_steps = -1
         self._synced, self._examples = trainer.global_step, 0
-        self._island.begin(trainer.model, trainer.optimizers, trainer.global_step, trainer.max_steps)
+        self.island.begin(trainer.model, trainer.optimizers, trainer.global_step, trainer.max_steps)
         self._follow(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Sync after a step of the optimiser, and stop the trainer with the run."""
         self._examples += extract_batch_size(batch) * trainer.world_size
-        if trainer.global_step == self._synced or not self._island.is_joined:
+        if trainer.global_step == self._synced or not self.island.is_joined:
             return  # gradients are accumulated
         self._synced, examples, self._examples = trainer.global_step, self._examples, 0
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        is_finished = self._island.sync(examples, loss if torch.is_tensor(loss) else None)
-        pl_module.log("run_step", float(self._island.step), prog_bar=True, on_step=True, on_epoch=False)
+        is_finished = self.island.sync(examples, loss if torch.is_tensor(loss) else None)
+        pl_module.log("run_step", float(self.island.step), prog_bar=True, on_step=True, on_epoch=False)
         self._follow(trainer)
         if is_finished:
             trainer.should_stop = True
-            self._island.end()
+            self.island.end()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the held-out loss of the trainer as one of the run."""
         if self._monitor in trainer.callback_metrics and not trainer.sanity_checking:
-            self._island.report(float(trainer.callback_metrics[self._monitor]))
+            self.island.report(float(trainer.callback_metrics[self._monitor]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the run, if the trainer has ended before it."""
-        self._island.end()
+        self.island.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the run, as the `with` block of a script does."""
-        self._island.end(exception)
+        self.island.end(exception)
 
     def _follow(self, trainer: Any) -> None:
         """Set the learning rates to those of the run's clock, in steps or in epochs of this trainer's length."""
         per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
         for config in trainer.lr_scheduler_configs:
             unit = config.frequency * (1 if config.interval == "step" else max(1, math.ceil(min(per_epoch, 1 << 62))))
-            follow_clock(config.scheduler, self._island.step // unit)
+            follow_clock(config.scheduler, self.island.step // unit)

@@ -32,7 +32,7 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
 
     def __init__(self, url: str | None, name: str, steps: int | None = None, **options: Any) -> None:
         """Note what to join. The arguments are those of `TrainerIsland`."""
-        self._island = TrainerIsland(url, name, steps, **options)
+        self.island = TrainerIsland(url, name, steps, **options)
         self._ends_with_run = self._made_schedule = False
         self._loss: float | None = None
         self._seen = self._scheduled = 0
@@ -50,19 +50,19 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
                 "`load_best_model_at_end` would replace the run's parameters by this island's own", "Leave it out."
             )
         self._made_schedule = about["lr_scheduler"] is None
-        self._ends_with_run = self._island.ends_with_run(args.max_steps)
+        self._ends_with_run = self.island.ends_with_run(args.max_steps)
         if self._ends_with_run:
-            args.max_steps = ROOM * max(args.max_steps, self._island.length or UNKNOWN_STEPS)
+            args.max_steps = ROOM * max(args.max_steps, self.island.length or UNKNOWN_STEPS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """Join the run."""
         callbacks = _all_callbacks()
         require_one(callbacks, ArchipelagoCallback)
         limit = 0 if self._ends_with_run else state.max_steps
-        self._island.begin(about["model"], [about["optimizer"]], state.global_step, limit)
+        self.island.begin(about["model"], [about["optimizer"]], state.global_step, limit)
         self._seen, self._scheduled = state.num_input_tokens_seen, 0
         if self._ends_with_run:
-            state.compute_steps(args, self._island.steps)
+            state.compute_steps(args, self.island.steps)
         self._follow(args, about["lr_scheduler"])
         for shown in callbacks:
             for event in ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end"):
@@ -74,14 +74,14 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         seen, self._seen = self._seen, state.num_input_tokens_seen
         examples = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
         loss, self._loss = self._loss, None
-        is_finished = self._island.sync(self._seen - seen or examples, loss)
+        is_finished = self.island.sync(self._seen - seen or examples, loss)
         self._follow(args, about["lr_scheduler"])
         if is_finished:  # then the trainer logs, evaluates and saves, as at an end of its own
             ended = copy.copy(state)
             ended.max_steps = state.global_step
             control = DefaultFlowCallback().on_step_end(args, ended, control)
         if control.should_training_stop:
-            self._island.end()
+            self.island.end()
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **about: Any) -> None:
@@ -91,25 +91,25 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **about: Any) -> None:
         """Record the held-out loss of the trainer as one of the run."""
         if "eval_loss" in (metrics or {}):
-            self._island.report(metrics["eval_loss"])
+            self.island.report(metrics["eval_loss"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """Leave the run, if the trainer has ended before it."""
-        self._island.end()
+        self.island.end()
 
     def _follow(self, args: Any, schedule: Any) -> None:
         """Set the learning rate to that of the run's clock, over the run's length."""
-        steps = self._island.steps
+        steps = self.island.steps
         if self._made_schedule and isinstance(schedule, LambdaLR) and self._scheduled != steps:
             self._scheduled, blank = steps, torch.optim.SGD([torch.zeros(1)], lr=1.0)
             kind, warmup, more = args.lr_scheduler_type, args.get_warmup_steps(steps), args.lr_scheduler_kwargs
             (rate,) = get_scheduler(kind, blank, warmup, steps, more).lr_lambdas
             schedule.lr_lambdas = [rate] * len(schedule.lr_lambdas)
-        follow_clock(schedule, self._island.step)
+        follow_clock(schedule, self.island.step)
 
     def _show(self, event: Any, args: Any, state: Any, control: Any, **about: Any) -> Any:
         """Let a progress bar see the run's clock instead of the trainer's."""
-        shown, island = copy.copy(state), self._island
+        shown, island = copy.copy(state), self.island
         shown.global_step, shown.max_steps = island.step, island.steps
         shown.num_train_epochs = -(-state.num_train_epochs * island.steps // max(state.max_steps, 1))
         return event(args, shown, control, **about)

@@ -1,19 +1,13 @@
-"""Loops with accelerate as islands: this `LocalSGD` takes the place of accelerate's.
+"""Loops with accelerate as islands.
 
-from archipelago.accelerate import LocalSGD
 with LocalSGD(accelerator, model, url=url, name="mine", steps=20_000) as local: … local.step()
 """
 
 from __future__ import annotations
 
 try:
-    import accelerate as _accelerate
-    import torch as _torch
+    from archipelago.islands.trainers.accelerate import LocalSGD
 except ModuleNotFoundError as _error:
-    raise ImportError("archipelago.accelerate needs: pip install '.[accelerate]' in a checkout") from _error
-
-from archipelago.islands.trainers.accelerate import LocalSGD
-
-del _accelerate, _torch
+    raise ImportError(f'{_error.msg}: pip install "archipelago-train[accelerate]"') from _error
 
 __all__ = ["LocalSGD"]

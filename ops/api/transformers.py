@@ -1,19 +1,13 @@
-"""Hugging Face `Trainer`, and so TRL's trainers, as islands: give them an `ArchipelagoCallback`.
+"""Hugging Face `Trainer`, and so TRL's trainers, as islands.
 
-from archipelago.transformers import ArchipelagoCallback
-trainer = Trainer(model, args, train_dataset=data, callbacks=[ArchipelagoCallback(url, "mine", steps=20_000)])
+Trainer(model, args, train_dataset=data, callbacks=[ArchipelagoCallback(url, "mine", steps=20_000)])
 """
 
 from __future__ import annotations
 
 try:
-    import torch as _torch
-    import transformers as _transformers
+    from archipelago.islands.trainers.transformers import ArchipelagoCallback
 except ModuleNotFoundError as _error:
-    raise ImportError("archipelago.transformers needs: pip install '.[transformers]' in a checkout") from _error
-
-from archipelago.islands.trainers.transformers import ArchipelagoCallback
-
-del _torch, _transformers
+    raise ImportError(f'{_error.msg}: pip install "archipelago-train[transformers]"') from _error
 
 __all__ = ["ArchipelagoCallback"]

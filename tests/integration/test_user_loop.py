@@ -102,6 +102,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 TORCH = frozenset({"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"})
 EXAMPLES_THAT_TRAIN = [
     Example("train_torch.py", ("torch",), 3.5, TORCH),
+    Example("train_transformers.py", ("transformers", "accelerate"), 3.0, frozenset({"transformer.wte.weight"})),
+    Example("train_lightning.py", ("lightning",), 3.5, frozenset({"network.0.weight", "head.bias"})),
+    Example("train_accelerate.py", ("accelerate",), 3.5, TORCH),
     Example("train_fsdp.py", ("torch",), 4.5, TORCH, launcher=TORCHRUN),
     Example("train_equinox.py", ("equinox", "sklearn"), 0.5, frozenset({"layers.0.weight", "layers.2.bias"})),
     Example("train_grain.py", ("grain", "sklearn"), 0.5, frozenset({"params.layers_0.kernel"})),

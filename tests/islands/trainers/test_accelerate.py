@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
@@ -21,14 +20,6 @@ from archipelago.accelerate import LocalSGD  # noqa: E402 - it imports accelerat
 from tests.islands.trainers.trainer_scripts import Network, loader  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> str:
-    found = f"fakeredis://{uuid.uuid4().hex}"
-    monkeypatch.setenv("ARCHIPELAGO_URL", found)
-    monkeypatch.setenv("ARCHIPELAGO_RUN", "own")
-    return found
 
 
 def prepared(**options: Any) -> tuple[Any, Any, Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
@@ -27,11 +26,6 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 SYNC = SyncConfig(interval=4, fragments=2)
 
 
-@pytest.fixture
-def url() -> str:
-    return f"fakeredis://{uuid.uuid4().hex}"
-
-
 def trainer(*callbacks: Any, **options: Any) -> Any:
     asked = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1, **options}
     return lightning.Trainer(accelerator="cpu", callbacks=list(callbacks), **asked)
@@ -41,7 +35,7 @@ class Watch(lightning.Callback):  # type: ignore[name-defined, misc]
     """Notes the run's clock and the learning rate after each step."""
 
     def __init__(self, run: ArchipelagoCallback) -> None:
-        self.island, self.seen = run._island, set[tuple[int, float]]()
+        self.island, self.seen = run.island, set[tuple[int, float]]()
 
     def on_train_batch_end(self, trainer: Any, *about: Any) -> None:
         self.seen.add((self.island.step, trainer.optimizers[0].param_groups[0]["lr"]))
@@ -111,7 +105,7 @@ def test_an_exception_leaves_the_run_at_once(url: str) -> None:
     for error, text in ((ZeroDivisionError("x"), "ZeroDivisionError: x"), (KeyboardInterrupt(), "it was stopped")):
         with pytest.raises((ZeroDivisionError, SystemExit)):
             trainer(callback, Broken(error)).fit(lightning_module(), loader())
-        assert not callback._island.is_joined
+        assert not callback.island.is_joined
         assert text in connect(url, "own").reader.notes(1)[0].text
 
 

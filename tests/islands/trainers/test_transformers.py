@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
@@ -28,11 +27,6 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 SYNC = SyncConfig(interval=4, fragments=2)
 
 
-@pytest.fixture
-def url() -> str:
-    return f"fakeredis://{uuid.uuid4().hex}"
-
-
 def trainer(callbacks: Any, model: Any = None, **options: Any) -> Any:
     asked = {"per_device_train_batch_size": 8, "report_to": "none", "save_strategy": "no", "use_cpu": True, **options}
     args = transformers.TrainingArguments("out", learning_rate=0.01, **asked)
@@ -43,7 +37,7 @@ class Watch(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
     """Notes what the trainer does at each step, after the callback before it."""
 
     def __init__(self, run: ArchipelagoCallback, stop_after: int = 0) -> None:
-        self.island, self.rates, self.clock, self.stop_after = run._island, [], [], stop_after  # type: ignore[var-annotated]
+        self.island, self.rates, self.clock, self.stop_after = run.island, [], [], stop_after  # type: ignore[var-annotated]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         self.clock.append(self.island.step)
@@ -70,7 +64,7 @@ def test_a_trainer_trains_until_the_run_ends_on_its_clock(url: str, capfd: pytes
         made.train()
         merged = merged_by(merger)
     assert made.state.global_step == len(watch.clock) >= 120, "epochs do not end it"
-    assert watch.clock[-1] == callback._island.steps == 120
+    assert watch.clock[-1] == callback.island.steps == 120
     for clock, rate in zip(watch.clock, watch.rates, strict=True):
         assert rate == pytest.approx(0.01 * (min(1.0, clock / 12) if clock < 12 else (120 - clock) / 108))
     assert len(set(watch.clock)) > 3

@@ -1,4 +1,6 @@
-"""A script of each kind that trains one small model. The arguments are its kind, the URL, the run and the island.
+"""A script of each kind that trains one small model.
+
+The arguments are its kind, the URL, the run, the island and the steps. `torchrun` makes several processes one island.
 
 All kinds train the same tensors on the same data, so that they can share a run. A script ends by printing what its
 trainer knows, as JSON.
@@ -7,6 +9,7 @@ trainer knows, as JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from functools import partial
@@ -18,7 +21,6 @@ import archipelago
 from archipelago import SyncConfig
 
 SYNC = SyncConfig(interval=8, fragments=2)
-STEPS = 240
 TEACHER = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -51,17 +53,17 @@ def loader(count: int = 512) -> Any:
     return torch.utils.data.DataLoader(examples(count), batch_size=8, shuffle=True)
 
 
-def transformers(url: str, run: str, island: str) -> dict[str, Any]:
+def transformers(url: str, run: str, island: str, steps: int, *callbacks: Any) -> dict[str, Any]:
     from transformers import Trainer, TrainingArguments
 
     from archipelago.transformers import ArchipelagoCallback
 
-    callback = ArchipelagoCallback(url, run, steps=STEPS, sync=SYNC, island=island)
+    callback = ArchipelagoCallback(url, run, steps=steps, sync=SYNC, island=island)
     args = TrainingArguments(
         tempfile.mkdtemp(), per_device_train_batch_size=8, learning_rate=1e-2, report_to="none", save_strategy="no",
         use_cpu=True, logging_steps=10,
     )  # fmt: skip
-    trainer = Trainer(Network(), args, train_dataset=examples(), callbacks=[callback])
+    trainer = Trainer(Network(), args, train_dataset=examples(), callbacks=[callback, *callbacks])
     trainer.train()
     return {"own steps": trainer.state.global_step, "weights": weights(trainer.model)}
 
@@ -90,22 +92,22 @@ def lightning_module(schedule: Any = None) -> Any:
     return Module()
 
 
-def lightning(url: str, run: str, island: str) -> dict[str, Any]:
+def lightning(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
     from lightning.pytorch import Trainer
 
     from archipelago.lightning import ArchipelagoCallback
 
-    callback = ArchipelagoCallback(url, run, steps=STEPS, sync=SYNC, island=island)
+    callback = ArchipelagoCallback(url, run, steps=steps, sync=SYNC, island=island)
     trainer = Trainer(
-        callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1,
-        enable_model_summary=False, default_root_dir=tempfile.mkdtemp(),
+        callbacks=[callback], accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_model_summary=False, default_root_dir=tempfile.mkdtemp(),
     )  # fmt: skip
     model = lightning_module()
     trainer.fit(model, loader())
     return {"own steps": trainer.global_step, "weights": weights(model)}
 
 
-def accelerate(url: str, run: str, island: str) -> dict[str, Any]:
+def accelerate(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
     from accelerate import Accelerator
 
     from archipelago.accelerate import LocalSGD
@@ -113,7 +115,7 @@ def accelerate(url: str, run: str, island: str) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     model = Network()
     model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader())
-    local: Any = LocalSGD(accelerator, model, url=url, name=run, steps=STEPS, sync=SYNC, island=island)
+    local: Any = LocalSGD(accelerator, model, url=url, name=run, steps=steps, sync=SYNC, island=island)
     with local:
         while not local.finished:
             for batch in data:
@@ -128,10 +130,10 @@ def accelerate(url: str, run: str, island: str) -> dict[str, Any]:
     return {"weights": weights(accelerator.unwrap_model(model))}
 
 
-def plain(url: str, run: str, island: str) -> dict[str, Any]:
+def plain(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    archipelago.pytorch.create(url, run, model, steps=STEPS, sync=SYNC)
+    archipelago.pytorch.create(url, run, model, steps=steps, sync=SYNC)
     joined: Any = archipelago.pytorch.join(url, run, model, optimizer, island=island)
     with joined:
         while not joined.finished:
@@ -147,13 +149,25 @@ def plain(url: str, run: str, island: str) -> dict[str, Any]:
     return {"weights": weights(model)}
 
 
+def broken(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
+    from transformers import TrainerCallback
+
+    class Broken(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+            if state.global_step == 20:
+                raise ZeroDivisionError("a bad step")
+
+    return transformers(url, run, island, steps, Broken())
+
+
 def weights(model: Any) -> dict[str, float]:
     return {name: float(each.detach().double().sum()) for name, each in model.named_parameters()}
 
 
-KINDS = {"transformers": transformers, "lightning": lightning, "accelerate": accelerate, "plain": plain}
+KINDS = {each.__name__: each for each in (transformers, lightning, accelerate, plain, broken)}
 
 if __name__ == "__main__":
-    kind, *about = sys.argv[1:]
+    kind, url, run, island, steps = sys.argv[1:]
     torch.set_num_threads(1)
-    print(json.dumps(KINDS[kind](*about)))  # noqa: T201
+    found = KINDS[kind](url, run, island, int(steps))
+    print(json.dumps(found), flush=True)  # noqa: T201
