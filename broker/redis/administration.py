@@ -48,7 +48,8 @@ KNOWN_SECONDS = 600.0
 def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, key: bytes) -> None:
     """Sign the manifest, the fragments, the tape and the state of a run, unless its manifest is signed.
 
-    A merger that serves the run without a key can write no more, so it cannot add what is not signed. The manifest is
+    Contributions that were merged need no signature: what they give is compared with digests of the signed tape. A
+    merger that serves the run without a key can write no more, so it cannot add what is not signed. The manifest is
     signed last, so that an interrupted call can be repeated. The connection is that of an administrator to a shard, and
     `key` is the private key of the run's mergers.
     """
