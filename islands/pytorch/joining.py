@@ -117,7 +117,7 @@ class TorchRun(Session):
 
     _parameters: ModuleParameters
     _state: OptimizerState | None
-    _replica: TorchReplica | None = None
+    _replica: TorchReplica
 
     def __init__(self, given: Joining) -> None:
         super().__init__(given.url, given.run, given.island, given.wait_seconds, given.evaluate)
@@ -125,7 +125,6 @@ class TorchRun(Session):
         self._parameters, self._state = given.parts()
         self._llama_config = _own_config(given.model) if given.names is llama.from_llama else None
         self._gives_state = self._state is not None
-        self._replica: TorchReplica | None = None
         self._schedule = ScheduleWatch(given.optimizers[0]) if given.optimizers else None
 
     def sync(self, *, tokens: int | None = None, loss: Loss | None = None, steps: int = 1) -> None:
@@ -165,10 +164,8 @@ class TorchRun(Session):
         return replica
 
     def _begin_again(self, vectors: Sequence[Vector]) -> None:
-        assert self._replica is not None  # noqa: S101 - the script has joined
-        self._replica.references.clear()
-        self._replica.begin(self._parameters.named(), vectors)
         self._replica.references.clear()  # nothing is measured any more
+        self._replica.write(self._parameters.named(), vectors)
 
     def _host(self, clock: Callable[[], float]) -> Host:
         return torch_host(self._parameters.device, clock)
@@ -177,7 +174,7 @@ class TorchRun(Session):
         return TorchReplica(manifest, self._parameters.device)
 
     def _loss_of(self, vectors: Sequence[Vector]) -> Any:
-        assert self._replica is not None and self._evaluate is not None  # noqa: S101
+        assert self._evaluate is not None  # noqa: S101 - nobody asks otherwise
         with self._parameters.lent() as named:
             self._replica.write(named, vectors)
             return self._evaluate(self._model)

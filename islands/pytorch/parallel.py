@@ -132,8 +132,8 @@ class Follower(Following):
                 state.rehearse()  # with the leader, because a step of the optimiser may need all processes
             self._replica.begin(self._parameters.named(), [None] * len(manifest.fragments))
         elif said.work == Work.BEGIN and replica is not None:
-            replica.begin(self._parameters.named(), [None] * len(replica.layout))
             replica.references.clear()
+            replica.write(self._parameters.named(), [None] * len(replica.layout))
         elif said.work == Work.MEASURE and replica is not None:
             replica.measure(said.about, self._parameters.named())
         elif said.work == Work.ADOPT and replica is not None:

@@ -73,15 +73,14 @@ class LoopEvaluator(Evaluator):
         self._heartbeats, self._loss = link.heartbeats, evaluate
         self.evaluates = evaluate is not None
         self._asked: tuple[Sequence[Vector], Future[Measures]] | None = None
-        self._is_evaluating = False
 
     def serve(self) -> bool:
         """Evaluate in the calling thread if that is asked for. Return whether it was."""
-        asked, self._asked = self._asked, None
-        if asked is None or not asked[1].set_running_or_notify_cancel():
+        if (asked := self._asked) is None:
             return False
         vectors, answer = asked
-        self._is_evaluating = True
+        if answer.done() or not answer.set_running_or_notify_cancel():
+            return False
         try:
             answer.set_result(self._evaluated(vectors))
         except Exception as error:  # noqa: BLE001 - the evaluator's thread says it, and the loop trains on
@@ -89,8 +88,6 @@ class LoopEvaluator(Evaluator):
         except BaseException:
             answer.set_exception(RuntimeError("it was interrupted"))
             raise
-        finally:
-            self._is_evaluating = False
         return True
 
     def _measure(self, vectors: Sequence[Vector], stopped: Callable[[], bool]) -> Measures | None:
@@ -100,12 +97,12 @@ class LoopEvaluator(Evaluator):
         self._asked = vectors, answer
         while not wait([answer], TICK_SECONDS).done:
             if (stopped() or not self._holds_lease()) and answer.cancel():
-                self._asked = None
                 return None
         return answer.result()
 
     def _holds_lease(self) -> bool:
-        if self._heartbeats.is_stalled and not self._is_evaluating:
+        is_evaluating = self._asked is not None and self._asked[1].running()
+        if self._heartbeats.is_stalled and not is_evaluating:
             self._free_lease()
             return False
         return super()._holds_lease()

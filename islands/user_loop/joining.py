@@ -119,6 +119,7 @@ class JoinedRun(Session):
 
     _parameters: TreeParameters
     _state: LoopState | None
+    _replica: Replica
 
     def __init__(self, given: Joining) -> None:
         super().__init__(given.url, given.run, given.island, given.wait_seconds, given.evaluate)
@@ -126,7 +127,6 @@ class JoinedRun(Session):
         self._gives_state = callable(given.state)
         self._newest_state, self._state = given.newest_state(), None
         self._given: Any = None
-        self._replica: Replica | None = None
         self.state: Any = None
 
     @property
@@ -191,7 +191,6 @@ class JoinedRun(Session):
         return self._replica
 
     def _begin_again(self, vectors: Sequence[Vector]) -> None:
-        assert self._replica is not None  # noqa: S101 - the script has joined
         self._parameters.start(self._replica.begin(list(vectors)))
         self._replica.references.clear()  # nothing is measured any more
 
@@ -199,11 +198,10 @@ class JoinedRun(Session):
         return jax_host(clock)
 
     def _warm_up(self) -> None:
-        if self._replica is not None:
-            self._replica.warm_up(self._parameters.named())
+        self._replica.warm_up(self._parameters.named())
 
     def _loss_of(self, vectors: Sequence[Vector]) -> Any:
-        assert self._replica is not None and self._evaluate is not None  # noqa: S101
+        assert self._evaluate is not None  # noqa: S101 - nobody asks otherwise
         return self._evaluate(self._parameters.tree_with(self._replica.merged(vectors)))
 
     def _use_state(self, state: Any) -> None:

@@ -131,7 +131,7 @@ def trained(folder: Path, url: str, kind: str) -> dict[str, Any]:
     awaited(folder / f"{kind}.begun")
     with mine.join(url, kind, "both") as run:
         origins = [run.optimizer_origin]
-        mine.train(run, lambda: run.finished or (run.step > STEPS // 2 and bool(mine.evaluated)))
+        mine.train(run, lambda: run.step > STEPS // 2)
     with mine.join(url, kind, "again") as run:
         origins.append(run.optimizer_origin)
         counts = int(run.state[0].count), float(jnp.max(run.state[0].nu["own.bias"]))
