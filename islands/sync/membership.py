@@ -226,7 +226,7 @@ class Membership(Joined):
         """
         self._leave(None)
 
-    def _final(self, timeout: float, pause: Callable[[float], None] = time.sleep) -> list[Vector]:
+    def _final(self, timeout: float) -> list[Vector]:
         """Leave the run, and return its parameters at its end, as `final_vectors` says.
 
         Raises:
@@ -246,9 +246,13 @@ class Membership(Joined):
             with closing(self._connect()) as transport:
                 require_same_run(transport.reader, manifest)
                 run = whole(transport, manifest)
-                return final_vectors(run, manifest, sent, is_over=is_over, deadline=deadline, pause=pause)
+                return final_vectors(run, manifest, sent, is_over=is_over, deadline=deadline, pause=self._pause)
 
-        return Patience(timeout, lambda: False, pause=pause)(read)
+        return Patience(timeout, lambda: False, pause=self._pause)(read)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for the merger."""
+        time.sleep(seconds)
 
     def _leave(self, error: BaseException | None, *, awaits_merge: bool = True) -> None:
         if self._ended or self._loop is None:

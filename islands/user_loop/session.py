@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -145,10 +144,6 @@ class Session(Membership):
             with progress("evaluating the final parameters"):
                 self._evaluator.finish(lambda: self._stop.has_arrived, seconds, self._pause)
 
-    def _pause(self, seconds: float) -> None:
-        """Wait for the merger."""
-        time.sleep(seconds)
-
     def _close(self) -> None:
         if self._evaluator is not None:
             self._evaluator.stop()
@@ -173,7 +168,7 @@ class Session(Membership):
                 away. A later call may succeed.
         """
         self._merge_seconds = timeout
-        self._begin_again(self._final(timeout, self._pause))
+        self._begin_again(self._final(timeout))
         return getattr(self, "params", None)
 
     # -- joining ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from archipelago import connect, create, join
@@ -16,6 +17,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.invite import InviteOptions
 from tests.conftest import Until
 from tests.failing import failing
+from tests.islands.user_loop.any_framework import merged_by
 from tests.islands.user_loop.own_runs import trained, tree
 
 
@@ -54,6 +56,8 @@ def test_an_invited_script_trains_and_a_merger_of_the_run_takes_its_work(
 
         until(merged, "the work of the invited island to be merged")
         assert admin.reader.counters().refused == 0
+        final = joined.final()
+        np.testing.assert_array_equal(final["embedding"], merged_by(merger)["embedding"])
     finally:
         serving.close()
         for user in admin.connection.redis.acl_users():
