@@ -130,17 +130,17 @@ class Membership(Joined):
             newcomer.complete(self._store)
         self._thread = threading.get_ident()
         self._stop.watch()
+        steps = f"{loop.link.heartbeats.run_steps:,}"
         log.info(
             "joined %s as %s at step %s of %s (round %s) on %s, optimiser state: %s",
-            manifest.run, name, f"{self.step:,}", f"{self.steps:,}", loop.ledger.closed, loop.host.device,
-            loop.optimizer_origin,
-            extra={"round": loop.ledger.closed},
+            manifest.run, name, f"{loop.ledger.global_step:,}", steps, loop.ledger.closed, loop.host.device,
+            loop.optimizer_origin, extra={"round": loop.ledger.closed},
         )  # fmt: skip
         if loop.finished:
             log.warning(
                 "the run %r has made all of its %s steps, so there is nothing to train. To train further, extend it: "
                 "`archipelago steer --run %s inner.steps=N`",
-                manifest.run, f"{self.steps:,}", manifest.run, extra={"code": "loop.finished"},
+                manifest.run, steps, manifest.run, extra={"code": "loop.finished"},
             )  # fmt: skip
         self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation, self._pacer)
         loop.begin()

@@ -167,5 +167,5 @@ def process_left(what: str, code: str, status: int = 0) -> ArchipelagoError:
 
 def leader_left(status: int = 0) -> ArchipelagoError:
     """Return the error of a process whose leader has left with that exit status."""
-    what = "the leader of this island (rank 0) has left the run, or could not create it"
+    what = "the leader of this island (rank 0) has left the run, or could not create it or read its end"
     return process_left(what, "loop.leader-left", status)
