@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from archipelago.broker.errors import BrokerError
+from archipelago.ops.bench.listeners import listened
 from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
 from archipelago.ops.bench.two_islands import (
     FRAGMENTS,
+    PARAMETERS,
     PATIENCE_SECONDS,
     TENSORS,
     WIRE,
@@ -59,6 +61,10 @@ class SyncOptions(OutputOptions):
     """The round trip between the merger and Redis, in milliseconds: a merger should be close to its Redis."""
     pieces: bool = False
     """Show where the time of a sync on loopback goes, instead of a comparison."""
+    listeners: int = 0
+    """Measure so many listeners of the run, instead of a comparison."""
+    parameters: int = PARAMETERS
+    """How many elements the model has."""
 
 
 def main(options: SyncOptions) -> int:
@@ -68,7 +74,10 @@ def main(options: SyncOptions) -> int:
         rule=options.rule,
         pieces=options.pieces,
         merger_rtt_ms=options.merger_rtt_ms,
+        parameters=options.parameters,
     )
+    if options.listeners:
+        return finish("sync-listeners", listened(size, options.listeners), options)
     if options.pieces:
         return finish("sync-pieces", in_pieces(size), options)
     return finish("sync", sync(options.torchft_python, size), options)
