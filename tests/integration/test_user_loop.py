@@ -149,6 +149,18 @@ def test_an_example_trains_to_the_end_of_its_run(example: Example, scripts: Scri
 
 @pytest.mark.full
 @pytest.mark.processes
+def test_a_llama_generates_text_beside_a_run(scripts: Scripts, corpus_folder: Path) -> None:
+    pytorch.required("transformers")
+    scripts.environment["ARCHIPELAGO_DATA"] = str(corpus_folder)
+    scripts.ended(scripts.start("init", "--run", "demo", "--inner.steps=1000000", *SETTINGS))
+    listening = scripts.python(str(EXAMPLES / "follow_llama.py"), "import ")
+    assert listening.stdout is not None
+    line = listening.stdout.readline()
+    assert line.startswith("step 0: ") and "import " in line
+
+
+@pytest.mark.full
+@pytest.mark.processes
 def test_a_llama_in_pytorch_and_our_island_in_jax_train_one_run(
     scripts: Scripts, corpus_folder: Path, until: Until
 ) -> None:
