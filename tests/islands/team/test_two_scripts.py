@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 #: A step of the island of one process is slower than one of the two, which so have their part in each round.
 STEP_SECONDS = 0.04
+#: While the two join, which takes long on a loaded machine, its steps are so slow that the run does not end.
+JOIN_SECONDS = 0.5
 ROOT = Path(__file__).parents[3]
 
 
@@ -91,7 +93,8 @@ class Alone:
                 params = run.sync(params, tokens=8, loss=loss)
                 number += 1
                 (self._folder / f"{self._kind}.begun").touch()
-                time.sleep(STEP_SECONDS)
+                joined = self._folder / f"{self._kind}.{'both' if run.step <= STEPS // 2 else 'again'}"
+                time.sleep(STEP_SECONDS if joined.exists() else JOIN_SECONDS)
         self._left.touch()
 
 

@@ -130,9 +130,11 @@ def trained(folder: Path, url: str, kind: str) -> dict[str, Any]:
     ]  # fmt: skip
     awaited(folder / f"{kind}.begun")
     with mine.join(url, kind, "both") as run:
+        (folder / f"{kind}.both").touch()
         origins = [run.optimizer_origin]
         mine.train(run, lambda: run.step > STEPS // 2)
     with mine.join(url, kind, "again") as run:
+        (folder / f"{kind}.again").touch()
         origins.append(run.optimizer_origin)
         counts = int(run.state[0].count), float(jnp.max(run.state[0].nu["own.bias"]))
         mine.train(run, lambda: run.finished)
