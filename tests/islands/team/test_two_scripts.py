@@ -93,8 +93,8 @@ class Alone:
                 params = run.sync(params, tokens=8, loss=loss)
                 number += 1
                 (self._folder / f"{self._kind}.begun").touch()
-                joined = self._folder / f"{self._kind}.{'both' if run.step <= STEPS // 2 else 'again'}"
-                time.sleep(STEP_SECONDS if joined.exists() else JOIN_SECONDS)
+                marker = self._folder / f"{self._kind}.{'both' if run.step <= STEPS // 2 else 'again'}"
+                time.sleep(STEP_SECONDS if marker.exists() else JOIN_SECONDS)
         self._left.touch()
 
 
