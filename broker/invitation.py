@@ -169,8 +169,11 @@ def is_join_file(address: str) -> bool:
 
 
 def names_redis(target: str) -> bool:
-    """Return whether a target is a URL or a join file, where a verb also takes the name or the folder of a run."""
-    return "://" in target or target.endswith(SUFFIX)
+    """Return whether a target is a URL or a join file, where a verb also takes the name or the folder of a run.
+
+    No name has a colon. HOST:PORT is meant as a URL, and reading it as a join file says how to write one.
+    """
+    return ":" in target or target.endswith(SUFFIX)
 
 
 def write(path: Path, invitation: Invitation) -> None:
