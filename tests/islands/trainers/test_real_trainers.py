@@ -1,0 +1,127 @@
+"""Trainers of all kinds as real processes on a real server: one run of all, kills, signals, and several processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import archipelago
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.launch.embedded_redis import RedisServer
+from tests import pytorch
+from tests.conftest import Until
+from tests.harness.processes import Processes
+from tests.islands.user_loop.any_framework import Values, merged_by, served
+
+for package in ("torch", "transformers", "lightning", "accelerate"):
+    pytorch.required(package)
+
+from tests.islands.trainers.trainer_scripts import SYNC, Network  # noqa: E402 - it imports torch
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+SCRIPT = str(Path(__file__).with_name("trainer_scripts.py"))
+TRAINERS = ("transformers", "lightning", "accelerate")
+ENDLESS = 1_000_000
+
+
+class Run:
+    """A run on the server, and the scripts that train it."""
+
+    def __init__(self, url: str, folder: Path, steps: int = ENDLESS) -> None:
+        self.url, self.name, self.steps = url, f"kinds-{uuid.uuid4().hex[:8]}", steps
+        self.processes = Processes(folder, OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[3]))
+        archipelago.pytorch.create(url, self.name, Network(), steps=steps, sync=SYNC)
+        self.reader = connect(url, self.name).reader
+
+    def start(self, kind: str, *launcher: str) -> Any:
+        return self.processes.python(*launcher, SCRIPT, kind, self.url, self.name, kind, str(self.steps))
+
+    def live(self) -> dict[str, str]:
+        """Return the islands that train now: the incarnation of each name."""
+        beats = [each.heartbeat for each in self.reader.presences() if each.is_live]
+        return {beat.island: beat.incarnation for beat in beats if beat.state == "training"}
+
+    def shorten(self) -> None:
+        """Let the run end soon."""
+        heads = [head.step for head in self.reader.heads() if head is not None]
+        self.reader.steer({"inner.steps": str(max(heads) + 100)})
+
+
+@pytest.fixture
+def run(server: RedisServer, tmp_path: Path) -> Iterator[Run]:
+    made = Run(server.url, tmp_path)
+    try:
+        yield made
+    finally:
+        made.processes.end()
+        made.processes.show()
+
+
+def same(printed: str, merged: Values) -> bool:
+    """Return whether the last lines that a script printed, one of each process, are the run's parameters."""
+    found = [json.loads(line)["weights"] for line in printed.splitlines() if '"weights"' in line]
+    sums = {name: float(values.sum(dtype=np.float64)) for name, values in merged.items()}
+    return bool(found) and all(each == pytest.approx(sums) for each in found)
+
+
+def test_one_run_of_all_kinds_survives_a_kill_of_each(run: Run, until: Until) -> None:
+    kinds = {*TRAINERS, "plain"}
+    with served(run.url, run.name) as merger:
+        alive = {kind: run.start(kind) for kind in kinds}
+        until(lambda: set(run.live()) == kinds, "all islands to train")
+        for kind in kinds:
+            alive[kind].kill()
+            before, merged = run.live()[kind], run.reader.counters().merged
+            alive[kind] = run.start(kind)
+            until(lambda merged=merged: run.reader.counters().merged > merged + 4, f"the run to go on without {kind}")
+            until(lambda kind=kind, before=before: run.live().get(kind, before) != before, f"{kind} to train again")
+        run.shorten()
+        printed = {kind: run.processes.ended(process) for kind, process in alive.items()}
+        values = merged_by(merger)
+    assert all(same(each, values) for each in printed.values()), "all end with the run's parameters"
+    counters = run.reader.counters()
+    assert counters.published == counters.merged + counters.refused
+    assert counters.published_tokens == counters.merged_tokens + counters.refused_tokens
+
+
+def test_signals_and_exceptions_leave_as_in_a_script(run: Run, until: Until) -> None:
+    with served(run.url, run.name):
+        for sent in (signal.SIGTERM, signal.SIGINT):
+            started = {kind: run.start(kind) for kind in TRAINERS}
+            until(lambda: set(run.live()) == set(TRAINERS), "all islands to train")
+            merged = run.reader.counters().merged
+            until(lambda merged=merged: run.reader.counters().merged > merged + 4, "their contributions")
+            for process in started.values():
+                process.send_signal(sent)
+            until(lambda: not run.live(), f"all islands to leave after {sent.name}")
+            for process in started.values():
+                process.wait()
+            beats = [each.heartbeat for each in run.reader.presences()]
+            assert {beat.state for beat in beats} == {"left"}
+            assert sum(beat.tokens_unsent for beat in beats) == 0, "the newest progress is sent"
+        with pytest.raises(AssertionError):
+            run.processes.ended(run.start("broken"))
+    assert "ZeroDivisionError: a bad step" in run.reader.notes(1)[0].text
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_two_processes_of_a_trainer_are_one_island(run: Run, until: Until, kind: str) -> None:
+    with served(run.url, run.name) as merger:
+        process = run.start(kind, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        until(lambda: run.reader.counters().merged > 4, "its contributions")
+        assert set(run.live()) == {kind}
+        run.shorten()
+        printed = run.processes.ended(process)
+        values = merged_by(merger)
+    assert same(printed, values)
+    assert printed.count("weights") == 2
+    (beat,) = run.reader.presences()
+    assert beat.heartbeat.tokens % 16 == 0
