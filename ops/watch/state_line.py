@@ -81,6 +81,8 @@ def state_line(reading: RunReading | None, outage: Outage | None = None) -> Stat
     view, word = reading.view, reading.view.state
     if outage and word != "finished":
         return replace(_away(outage), share=view.step / max(1, view.steps), since_unix_seconds=reading.unix_seconds)
+    if word == "training" and any(problem.code == "run.stalled" for problem in reading.problems):
+        word = "stalled"  # also if nothing waits to be merged
     seconds = math.nan
     if word == "training" and (speed := steps_per_second(view.tape)) > 0.0:
         seconds = max(0, view.steps - view.step) / speed

@@ -129,7 +129,6 @@ const Charts = (() => {
     const then = lines.smooth[lines.round.findIndex((round) => round >= last(held.round))]; // training loss at that round
     legend("legend-learn", lines.round.length || held.loss.length ? [
       ["s1", "training, smoothed", fixed(training, 4)], ["s2", "held-out", fixed(newest, 4)],
-      ...(known(held.loss).length ? [["", "best", fixed(Math.min(...known(held.loss)), 4)]] : []),
       ...(then && newest ? [["", "gap", fixed(newest - then, 3)]] : []),
       ...(single.length ? [["s3", "one process", fixed(last(single), 4)]] : []),
       ...(data.marks.round.length ? [["s4", "steered, or taken over", "", true]] : []),

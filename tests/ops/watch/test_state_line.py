@@ -61,6 +61,7 @@ def test_a_run_that_stands_still_is_stalled_and_its_figures_have_a_time(
     assert math.isnan(state.seconds_left)
     assert state.since_unix_seconds == since
     assert state.sentence and state.remedy and state.about
+    assert state_line(reading(still, holder, pending=0), outage).word == word, "also if nothing waits"
 
 
 def test_a_finished_run_stays_finished_without_its_redis() -> None:
