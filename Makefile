@@ -40,7 +40,7 @@ deploy: $(LINKED)  ## the files of ops/deploy on a real Slurm and as an image (r
 
 docs: $(LINKED) $(DOCS)  ## the pages that follow from the code, and the site in the folder site; fails at a dead link
 	$(BIN)/python docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(LINKED)  ## style and types
 	$(BIN)/ruff check .
