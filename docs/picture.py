@@ -13,7 +13,8 @@ STYLE = """
 text { font: 13px sans-serif; fill: #7a8288 } .curve { fill: none; stroke: #009485; stroke-width: 2.5 }
 .sent { stroke: #009485; stroke-width: 2 } .axis { stroke: #7a828855 }
 .dead { fill: #d9534f33 } .killed { fill: #d9534f }
-.seen { animation: draw 9s linear infinite } @keyframes draw { from, 8% { width: 100% } 8.1% { width: 0 } 90%, to { width: 100% } }
+.seen { animation: draw 9s linear infinite }
+@keyframes draw { from, 8% { width: 100% } 8.1% { width: 0 } 90%, to { width: 100% } }
 @media (prefers-reduced-motion: reduce) { .seen { animation: none } }
 """
 

@@ -62,6 +62,8 @@ def install() -> None:
     host = SimpleNamespace(
         Array=jax.Array,
         ShapeDtypeStruct=jax.ShapeDtypeStruct,
+        config=jax.config,
+        default_device=jax.default_device,
         device_put=_put,
         device_get=_put,
         devices=jax.devices,
