@@ -161,7 +161,9 @@ def leave_reason(loop: Participant) -> tuple[str, str]:
 
 def leave_after(loop: Participant, error: BaseException) -> None:
     """Say why the island leaves, and send nothing more, because its parameters may be broken."""
-    reason = error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}: {error}"
+    reason = (
+        error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    )
     log.warning("leaves without sending its newest progress: %s", reason)
     give_up(loop, "diverged" if isinstance(error, DivergedError) else "left", reason)
 

@@ -106,7 +106,10 @@ def test_signals_and_exceptions_leave_as_in_a_script(run: Run, until: Until) -> 
                 process.wait()
             beats = [each.heartbeat for each in run.reader.presences()]
             assert {beat.state for beat in beats} == {"left"}
-            assert sum(beat.tokens_unsent for beat in beats) == 0, "the newest progress is sent"
+            # Ctrl-C may hit a `sync`, and then the parameters are adopted in part.
+            torn = {note.who for note in run.reader.notes(len(beats)) if "KeyboardInterrupt" in note.text}
+            unsent = {beat.island for beat in beats if beat.tokens_unsent} - (torn if sent is signal.SIGINT else set())
+            assert not unsent, "the newest progress is sent"
         with pytest.raises(AssertionError):
             run.processes.ended(run.start("broken"))
     assert "ZeroDivisionError: a bad step" in run.reader.notes(1)[0].text
