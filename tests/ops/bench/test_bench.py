@@ -16,9 +16,9 @@ from archipelago.broker.config import ModelConfig, RunConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.ops.bench import accelerator, largest, wire
 from archipelago.ops.bench import sync as bench_sync
+from archipelago.ops.bench.accelerator import Copies, compare
 from archipelago.ops.bench.accelerator_loops import LoopFound, TorchTurns
 from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn
-from archipelago.ops.bench.accelerator_profile import Copies, compare
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
 from archipelago.ops.bench.sync import Torchft
