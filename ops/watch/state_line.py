@@ -121,13 +121,3 @@ def steps_per_second(tape: Sequence[TapeEntry]) -> float:
     moved = [(steps, gap) for steps, gap in zip(made, gaps, strict=True) if gap <= longest]
     seconds = sum(gap for _, gap in moved)
     return sum(steps for steps, _ in moved) / seconds if seconds > 0.0 else math.nan
-
-
-def _worst(reading: RunReading) -> tuple[str, str] | None:
-    """Return the worst problem as a sentence, and its remedy; None if nothing has to be done."""
-    found = [problem for problem in reading.problems if problem.mood != "info"]
-    if not found or reading.view.state == "finished":
-        return None
-    first = found[0]
-    who = "" if first.who in ("run", "redis", "merger") else f"{first.who}: "
-    return f"{who}{first.text}" + (f" ({len(found) - 1} more)" if len(found) > 1 else ""), first.remedy
