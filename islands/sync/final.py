@@ -11,7 +11,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport, refusal
-from archipelago.broker.wire import newest
+from archipelago.islands.sync.evaluator import newest_merged
 
 POLL_SECONDS = 0.2
 #: How many islands an error names.
@@ -53,7 +53,7 @@ def final_vectors(
                 code="island.not-merged",
             )
         pause(POLL_SECONDS)
-    return [newest(transport.reader, manifest, p).params_N for p in range(len(manifest.fragments))]
+    return list(newest_merged(transport, manifest).vectors)
 
 
 def lacking(transport: IslandTransport, manifest: Manifest, sent: Mapping[int, Sequence[str]], *, is_over: bool) -> str:
