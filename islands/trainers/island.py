@@ -27,8 +27,6 @@ class TrainerIsland:
 
     Attributes:
         length: The length in steps of a run that the trainer creates, if it does.
-        step: The run's clock in steps; the last one after the island has left.
-        steps: The length of the run in steps.
         is_joined: Whether the island is in the run now.
     """
 
@@ -65,7 +63,16 @@ class TrainerIsland:
         self._settings, self._final_seconds = settings, final_seconds
         self._run: Any = None  # the last one, from the first training on
         self.is_joined = False
-        self.step = self.steps = 0
+
+    @property
+    def step(self) -> int:
+        """The run's clock in steps; the last one after the island has left."""
+        return 0 if self._run is None else int(self._run.step)
+
+    @property
+    def steps(self) -> int:
+        """The length of the run in steps."""
+        return 0 if self._run is None else int(self._run.steps)
 
     def ends_with_run(self, limit: int) -> bool:
         """Return whether a trainer trains until the run ends, from its own limit in steps, if it is positive."""
@@ -99,7 +106,6 @@ class TrainerIsland:
         run = membership(Joining(self._url, self._name, model, bare, **self._shared, **self._own), group)
         self._run, self.is_joined = run.__enter__(), True
         atexit.register(self._at_exit)
-        self.step, self.steps = self._run.step, self._run.steps
         if made:
             log.warning(
                 "the parameters are those of the run at step %s, not those of the trainer's checkpoint",
@@ -115,7 +121,6 @@ class TrainerIsland:
     def sync(self, tokens: int, loss: Any = None) -> bool:
         """Sync after a step of the optimiser, with what the trainer counted in it. Return whether to stop."""
         self._run.sync(tokens=self._tokens or max(tokens, 1), loss=loss)
-        self.step, self.steps = self._run.step, self._run.steps
         return bool(self._run.finished)
 
     def report(self, loss: float) -> None:
