@@ -60,7 +60,7 @@ class Invitation:
         merger_key: The public key of the run's mergers, in base64.
         ca_certificate: The certificate authority that signed the server's certificate, as PEM. Empty if the system's
             authorities apply, or without TLS.
-        expires: Nothing. Earlier versions wrote a time, which nobody would enforce, so a file with one is refused.
+        expires: Nothing. Earlier versions wrote a time. This version does not enforce one, so it refuses such a file.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

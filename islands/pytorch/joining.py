@@ -174,7 +174,7 @@ class TorchRun(Session):
         return TorchReplica(manifest, self._parameters.device)
 
     def _loss_of(self, vectors: Sequence[Vector]) -> Any:
-        assert self._evaluate is not None  # noqa: S101 - nobody asks otherwise
+        assert self._evaluate is not None  # noqa: S101 - only islands with one are asked
         with self._parameters.lent() as named:
             self._replica.write(named, vectors)
             return self._evaluate(self._model)

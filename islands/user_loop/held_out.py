@@ -108,7 +108,7 @@ class LoopEvaluator(Evaluator):
         return super()._holds_lease()
 
     def _evaluated(self, vectors: Sequence[Vector]) -> Measures:
-        assert self._loss is not None  # noqa: S101 - nobody asks otherwise
+        assert self._loss is not None  # noqa: S101 - only islands with one are asked
         began = time.perf_counter()
         loss = checked_loss(self._loss(vectors), "what `evaluate` returned")
         # The first call may compile.

@@ -201,7 +201,7 @@ class JoinedRun(Session):
         self._replica.warm_up(self._parameters.named())
 
     def _loss_of(self, vectors: Sequence[Vector]) -> Any:
-        assert self._evaluate is not None  # noqa: S101 - nobody asks otherwise
+        assert self._evaluate is not None  # noqa: S101 - only islands with one are asked
         return self._evaluate(self._parameters.tree_with(self._replica.merged(vectors)))
 
     def _use_state(self, state: Any) -> None:

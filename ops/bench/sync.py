@@ -62,7 +62,7 @@ class SyncOptions(OutputOptions):
     pieces: bool = False
     """Show where the time of a sync on loopback goes, instead of a comparison."""
     listeners: int = 0
-    """Measure so many listeners of the run, instead of a comparison."""
+    """The number of listeners of the run to measure, instead of a comparison."""
     parameters: int = PARAMETERS
     """How many elements the model has."""
 

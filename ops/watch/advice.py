@@ -32,9 +32,9 @@ RISE_SHARE, RISE_ERRORS = 0.02, 4.0
 RISE_ROUNDS = 16
 #: A host that uses more than this share of its memory is about to kill processes.
 HOST_SHARE = 0.95
-#: So many islands with the same problem are shown one by one.
+#: At most this many islands with the same problem are shown one by one.
 GROUP_MOST = 2
-#: So many evaluations make a trend. A held-out loss that is higher than the best one by a smaller share is level.
+#: This many evaluations make a trend. A held-out loss that is higher than the best one by a smaller share is level.
 VERDICT_EVALUATIONS, LEVEL_SHARE = 4, 0.005
 _ORDER = ("bad", "warn", "info")
 
