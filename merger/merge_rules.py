@@ -241,7 +241,7 @@ def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, power: Power) ->
     changed_RC = with_power(matrix_RC, exponent, power)
     both = (jax.device_put((each.ravel(), np.float32(1.0)), _cpu()) for each in (matrix_RC, changed_RC))
     norm, changed_norm = (_norm(*each) for each in both)
-    matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))
+    np.multiply(changed_RC, np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0)), out=matrix_RC)
 
 
 @partial(jax.jit, static_argnames="groups")
