@@ -28,6 +28,9 @@ _TILE: Final = 16
 #: The rows and columns of the matrix on which numpy and XLA are compared, and how often.
 _TRIAL, _TRIALS = (256, 1024), 3
 _ONE_TRIAL: Final = threading.Lock()
+#: On an H100 with JAX 0.11.2, Triton's kernels for products of int8 computed wrong sums in `Products.fine`. Those of
+#: cuBLAS had numpy's bits (docs/results/accelerator.md).
+COMPILED: Final = {"xla_gpu_enable_triton_gemm": False}
 _OTHER_BITS: Final = "%s computes other bits of spectra than numpy on this machine, so numpy computes them"
 
 
@@ -85,18 +88,25 @@ def _bytes(integers: Array) -> tuple[Array, Array]:
 
 def on_device(device: jax.Device) -> Power:
     """Return a function that changes spectra on a device."""
-    program = jax.jit(
-        lambda x_SC, side, exponent: powered(x_SC, exponent, Int8Products(side)), static_argnames="exponent"
-    )
 
     def power(x_SC: Matrix, exponent: float) -> Matrix:
         side, length = x_SC.shape
-        padded_SC = np.pad(x_SC, ((0, -side % _TILE), (0, -length % _TILE)))
         with jax.enable_x64(True):  # of this thread
-            found_SC = program(jax.device_put(padded_SC, device), np.int32(side), exponent)
-            return np.asarray(found_SC)[:side, :length]
+            return np.asarray(program(padded(x_SC, device), np.int32(side), exponent))[:side, :length]
 
     return power
+
+
+@partial(jax.jit, static_argnames="exponent", compiler_options=COMPILED)
+def program(x_SC: Array, side: Array, exponent: float) -> Array:
+    """Change the spectrum of a padded matrix where it lies. JAX must be allowed to use 64 bits (`enable_x64`)."""
+    return powered(x_SC, exponent, Int8Products(side))
+
+
+def padded(x_SC: Matrix, device: jax.Device) -> Array:
+    """Return the matrix on a device, padded with zeros."""
+    missing = [(0, -size % _TILE) for size in x_SC.shape]
+    return jax.device_put(np.pad(x_SC, missing) if np.any(missing) else x_SC, device)
 
 
 class Trial(NamedTuple):
