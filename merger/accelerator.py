@@ -12,11 +12,13 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS: Final = 120.0
 #: The share of the accelerator's memory that the process may take.
 MEMORY_SHARE: Final = 0.1
+#: How many matrices are with the process at the same time. Copies to and from the accelerator take as long as a change.
+LANES: Final = 4
 
 
 class Accelerator:
@@ -42,7 +46,7 @@ class Accelerator:
 
     def __init__(self, platform: str = "cuda", otherwise: Callable[[], Power | None] = by_xla) -> None:
         self._platform, self._otherwise = platform, otherwise
-        self._lock = threading.Lock()  # one matrix at a time
+        self._lock = threading.Lock()  # of what follows
         self._helper: _Helper | None = None
         self._is_tried = False
 
@@ -57,53 +61,84 @@ class Accelerator:
     def _start(self) -> None:
         from archipelago.merger.xla_spectra import has_same_bits
 
+        helper: _Helper | None = None
         try:
             helper = _Helper(self._platform)
             if has_same_bits(helper.changed, f"JAX on {self._platform}"):
                 self._helper = helper
+            else:
+                helper.end()
         except (OSError, EOFError, RuntimeError) as error:
-            self._lose(error)
+            self._end(helper, error)
 
     def _power(self, x_SC: Matrix, exponent: float) -> Matrix:
-        with self._lock:
+        if helper := self._helper:
             try:
-                if self._helper:
-                    return self._helper.changed(x_SC, exponent)
+                return helper.changed(x_SC, exponent)
             except (OSError, EOFError, RuntimeError) as error:
-                self._lose(error)
+                with self._lock:
+                    if self._helper is helper:  # other threads find the same
+                        self._helper = None
+                        self._end(helper, error)
         otherwise = self._otherwise()
         return otherwise(x_SC, exponent) if otherwise else powered(x_SC, exponent, Products())
 
-    def _lose(self, error: Exception) -> None:
+    def _end(self, helper: _Helper | None, error: Exception) -> None:
         what = "the process for spectra on %s failed (%s), so this processor changes them"
         log.warning(what, self._platform, str(error) or "it has ended")
-        self._helper = None
+        if helper:
+            helper.end()
 
 
 class _Helper:
-    """The process. A matrix lies in memory that both share, because a pipe takes ten times as long to carry it."""
+    """The process. While it changes one matrix, others are on their way."""
 
     def __init__(self, platform: str) -> None:
         context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        pipes = [context.Pipe() for _ in range(LANES)]
+        theirs = [their for _, their in pipes]
         self._process = context.Process(target=_serve, args=(theirs, platform), name="spectra", daemon=True)
         self._process.start()
-        theirs.close()
-        self._shared: mmap | None = None
+        self._lanes = SimpleQueue[_Lane]()
+        for own, their in pipes:
+            their.close()
+            self._lanes.put(_Lane(own, self._process.pid))
 
     def changed(self, x_SC: Matrix, exponent: float) -> Matrix:
-        """Return what the process computes.
+        """Return what the process computes, from any thread.
 
         Raises:
             OSError, EOFError: It has ended.
             RuntimeError: It cannot do this, or does not answer.
         """
+        lane = self._lanes.get()
+        try:
+            return lane.changed(x_SC, exponent)
+        finally:
+            self._lanes.put(lane)
+
+    def end(self) -> None:
+        self._process.kill()
+
+
+class _Lane:
+    """A way to the process, for one matrix at a time.
+
+    The matrix lies in memory that both processes share, because a pipe takes ten times as long to carry it.
+    """
+
+    def __init__(self, pipe: Connection, process: int | None) -> None:
+        self._pipe, self._process = pipe, process
+        self._shared: mmap | None = None
+
+    def changed(self, x_SC: Matrix, exponent: float) -> Matrix:
+        """See `_Helper.changed`."""
         if self._shared is None or len(self._shared) < x_SC.nbytes:
             file = os.memfd_create("spectra")
             os.ftruncate(file, x_SC.nbytes)
             self._shared = mmap(file, x_SC.nbytes)
             self._pipe.send(x_SC.nbytes)
-            send_handle(self._pipe, file, self._process.pid)
+            send_handle(self._pipe, file, self._process)
             os.close(file)
         shared_SC = np.frombuffer(self._shared, np.float32, x_SC.size).reshape(x_SC.shape)
         shared_SC[:] = x_SC
@@ -115,15 +150,20 @@ class _Helper:
         return shared_SC.copy()
 
 
-def _serve(pipe: Connection, platform: str) -> None:
-    """Answer until the other end is closed."""
+def _serve(pipes: Sequence[Connection], platform: str) -> None:
+    """Answer until the other ends are closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the merger decides when it ends
     os.environ |= {
         "JAX_PLATFORMS": platform,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY_SHARE}",
     }
-    power: Power | None = None
+    with ThreadPoolExecutor(len(pipes)) as pool:
+        list(pool.map(_answer, pipes))
+
+
+def _answer(pipe: Connection) -> None:
+    """Change each matrix that the other end of a lane has written, until that end is closed."""
     shared: mmap | None = None
     while True:
         try:
@@ -137,15 +177,13 @@ def _serve(pipe: Connection, platform: str) -> None:
             return
         shape, exponent = asked
         try:
-            if power is None:
-                import jax
+            import jax
 
-                from archipelago.merger.xla_spectra import on_device
+            from archipelago.merger.xla_spectra import on_device
 
-                power = on_device(jax.local_devices()[0])
             assert shared is not None  # noqa: S101
             shared_SC = np.frombuffer(shared, np.float32, math.prod(shape)).reshape(shape)
-            shared_SC[:] = power(shared_SC, exponent)
+            shared_SC[:] = on_device(jax.local_devices()[0])(shared_SC, exponent)
             pipe.send("")
         except Exception as error:  # noqa: BLE001 - of JAX or its plugin; the merger goes on without
             pipe.send(f"{type(error).__name__}: {error}"[:500])
