@@ -126,23 +126,56 @@ def _hard_values(elements: int) -> Iterator[Vector]:
     yield odd_N
 
 
-def change_spectra(pipe: Connection, largest: int) -> None:
-    """Send what JAX on this device and numpy make of all MATRICES with no more elements, and None.
+class SpectrumFound(NamedTuple):
+    """What JAX on this device and numpy make of a matrix.
 
-    For each: shape, exponent, values whose bits differ, values, seconds on the device and in numpy. A matrix travels to
-    the device and back, as it does for a merger.
+    Attributes:
+        shape: The rows and columns of the matrix.
+        exponent: That of its singular values.
+        differing: How many values differ in their bits.
+        seconds: The device's time, with the way there and back, as for a merger.
+        alone_seconds: The device's time for a matrix that lies there.
+        numpy_seconds: The time of numpy on all cores.
     """
+
+    shape: tuple[int, int]
+    exponent: float
+    differing: int
+    seconds: float
+    alone_seconds: float
+    numpy_seconds: float
+
+
+def change_spectra(pipe: Connection, largest: int) -> None:
+    """Send a `SpectrumFound` for each of MATRICES with no more elements, and None."""
     import jax
 
-    from archipelago.merger.spectra import with_power
-    from archipelago.merger.xla_spectra import on_device
-
-    by_jax = on_device(jax.devices()[0])
+    device = jax.devices()[0]
     for shape, exponent in MATRICES:
         if math.prod(shape) <= largest:
-            matrix_RC = np.random.default_rng(2).standard_normal(shape, np.float32)
-            ours, by_numpy = partial(with_power, matrix_RC, exponent, by_jax), partial(with_power, matrix_RC, exponent)
-            differing = int((ours().view(np.uint32) != by_numpy().view(np.uint32)).sum())
-            seconds = min(seconds_of(ours) for _ in range(SPECTRA_TIMES))
-            pipe.send((shape, exponent, differing, matrix_RC.size, seconds, seconds_of(by_numpy)))
+            pipe.send(_changed(shape, exponent, device))
     pipe.send(None)
+
+
+def _changed(shape: tuple[int, int], exponent: float, device: Any) -> SpectrumFound:
+    import jax
+
+    from archipelago.merger.spectra import Spectra, with_power
+    from archipelago.merger.xla_spectra import on_device, padded, program
+
+    matrix_RC = np.random.default_rng(2).standard_normal(shape, np.float32)
+    ours = partial(with_power, matrix_RC, exponent, on_device(device))
+    numpys_RC: list[Vector] = []
+
+    def by_numpy() -> None:
+        numpy = Spectra(compiled=lambda: None)
+        numpy.change(lambda *asked: numpys_RC.append(with_power(*asked)), [(matrix_RC, exponent)])
+
+    numpy_seconds = seconds_of(by_numpy)
+    differing = int((ours().view(np.uint32) != numpys_RC[0].view(np.uint32)).sum())
+    with jax.enable_x64(True):
+        lying_SC = padded(matrix_RC if shape[0] <= shape[1] else np.ascontiguousarray(matrix_RC.T), device)
+        alone = partial(program, lying_SC, np.int32(min(shape)), exponent)
+        alone_seconds = min(seconds_of(lambda: alone().block_until_ready()) for _ in range(SPECTRA_TIMES))
+    seconds = min(seconds_of(ours) for _ in range(SPECTRA_TIMES))
+    return SpectrumFound(shape, exponent, differing, seconds, alone_seconds, numpy_seconds)

@@ -128,6 +128,7 @@ def sync_in_torch(
 
         interval, found = config.sync.interval, TorchTurns(0, [], [], [])
         turn(interval, syncs=True)  # This turn pays for everything that happens only once.
+        settle(run._loop.link)  # or the merger would still compile its programs
         found = found._replace(steps=interval * math.ceil(turn_seconds / turn(interval, syncs=True)))
         for _ in range(pairs):
             before = adopted()
