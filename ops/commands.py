@@ -270,7 +270,8 @@ def _defaults(options_type: type[Any], args: Sequence[str]) -> dict[str, Any]:
         return {}
     required = [f for f in dataclasses.fields(options_type) if f.default is f.default_factory is dataclasses.MISSING]
     missing = {f.name: tyro.MISSING for f in required}
-    return {"default": options_type(**missing, settings=config_file(args))}
+    own, given = options_type(**missing), config_file(args)
+    return {"default": dataclasses.replace(own, settings=given) if given else own}
 
 
 def _overview(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> int:

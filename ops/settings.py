@@ -26,8 +26,8 @@ PIPE_WIDTH = 160
 log = logging.getLogger(__name__)
 
 
-def config_file(args: Sequence[str]) -> RunConfig:
-    """Return the config in the TOML file that `--config PATH` names, or the default config.
+def config_file(args: Sequence[str]) -> RunConfig | None:
+    """Return the config in the TOML file that `--config PATH` names; None without one.
 
     Flags on the command line override the values in the file.
 
@@ -41,7 +41,7 @@ def config_file(args: Sequence[str]) -> RunConfig:
             return config.from_toml(Path(args[index + 1]))
         if arg.startswith(f"{CONFIG_FLAG}="):
             return config.from_toml(Path(arg.partition("=")[2]))
-    return RunConfig()
+    return None
 
 
 def setting_text(value: object) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import InnerConfig, RunConfig, checked, differences, from_json
 from archipelago.broker.errors import ConfigError
+from archipelago.ops.bench.accelerator import MEASURED, AcceleratorOptions
+from archipelago.ops.commands import parse
 from archipelago.ops.settings import config_file, to_toml
 from tests.failing import failing
 
@@ -172,8 +175,12 @@ def test_every_unknown_key_and_every_fault_is_named_at_once() -> None:
 def test_the_file_gives_the_defaults_of_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("seed = 9", encoding="utf-8")
-    assert config_file(["init", "--run", "a"]) == DEFAULTS
-    assert config_file(["init", "--config", str(path)]).seed == 9
-    assert config_file([f"--config={path}", "init"]).seed == 9
+    assert config_file(["init", "--run", "a"]) is None
+    assert (
+        config_file(["init", "--config", str(path)]) == config_file([f"--config={path}", "init"]) == RunConfig(seed=9)
+    )
     with failing(ConfigError, "config.value"):
         config_file(["init", "--config"])
+    measured = partial(parse, AcceleratorOptions, "archipelago bench accelerator")
+    assert measured([]).settings == MEASURED, "a verb may have settings of its own"
+    assert measured(["--config", str(path)]).settings == RunConfig(seed=9)
