@@ -32,7 +32,17 @@ from archipelago.broker.process import finite, keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.study import append, flat, records
-from archipelago.ops.experiments.trial import ISLANDS_MAX, Record, Settings, Trial, TrialRow, key_of, measure
+from archipelago.ops.experiments.trial import (
+    ISLANDS_MAX,
+    CurvePoint,
+    Progress,
+    Record,
+    Settings,
+    Trial,
+    TrialRow,
+    key_of,
+    measure,
+)
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import is_given, say
 
@@ -172,10 +182,9 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
         record = known.get((place.arm, trial.key))
         kept += record is not None
         if record is None and time.monotonic() - began < 60 * options.minutes:
-            record = {"arm": place.arm, **_measured(ARMS[place.arm], trial, work, config)}
+            progress = partial(_say, f"{place}, seed {trial.seed}", unit)
+            record = {"arm": place.arm, **_measured(ARMS[place.arm], trial, work, config, progress)}
             append(path, finite(record))
-            loss = math.nan if record["diverged"] else unit.from_evaluation(record["bits_per_byte"])
-            say(f"{place}, seed {trial.seed}: {loss:.4f} {unit.name} after {record['tokens']:,} tokens")
         left += record is None
         found[place] += [record] if record else []
     if kept:
@@ -218,15 +227,20 @@ def _changed(config: RunConfig, settings: Settings) -> RunConfig:
     return checked(config)
 
 
-def _measured(arm: Arm, trial: Trial, work: Workload, config: RunConfig) -> dict[str, Any]:
+def _say(name: str, unit: LossUnit, point: CurvePoint) -> None:
+    """Say the loss of a trial so far, because a trial may take an hour."""
+    say(f"{name}: {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name} after {point.tokens:,} tokens")
+
+
+def _measured(arm: Arm, trial: Trial, work: Workload, config: RunConfig, progress: Progress) -> dict[str, Any]:
     """Run a trial and return its record."""
     sections = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     if not arm.frameworks:
-        return measure(trial, work.changed(**sections))
+        return measure(trial, work.changed(**sections), progress=progress)
     require_extra("llama", "Training in PyTorch")
     from archipelago.ops.experiments.both_frameworks import played
 
-    return measure(trial, work.changed(**sections), partial(played, arm.frameworks))
+    return measure(trial, work.changed(**sections), partial(played, arm.frameworks), progress)
 
 
 def _row(

@@ -170,10 +170,12 @@ Progress = Callable[[CurvePoint], None]
 Play = Callable[["Trial", "Workload", Progress], dict[str, Any]]
 
 
-def measure(trial: Trial, work: Workload | None = None, play: Play | None = None) -> dict[str, Any]:
+def measure(
+    trial: Trial, work: Workload | None = None, play: Play | None = None, progress: Progress = lambda point: None
+) -> dict[str, Any]:
     """Run the trial and return its record. A run that diverges is a result too, with null as its loss.
 
-    By default it trains one of our models with its settings, as its kind says.
+    By default it trains one of our models with its settings, as its kind says. `progress` gets each evaluation.
     """
     if work is None:
         from archipelago.islands.data.corpus import open_corpus
@@ -182,10 +184,15 @@ def measure(trial: Trial, work: Workload | None = None, play: Play | None = None
         corpus = open_corpus(trial.config.data.corpus)
         work = our_work(fitted(trial.config, corpus), corpus)
     points: list[CurvePoint] = []
+
+    def note(point: CurvePoint) -> None:
+        points.append(point)
+        progress(point)
+
     found: dict[str, Any] = {}
     began, used = time.perf_counter(), time.process_time()
     try:
-        found = (play or _played)(trial, work, points.append)
+        found = (play or _played)(trial, work, note)
     except DivergedError:
         points.append(CurvePoint(points[-1].tokens, math.nan))
     last, first = points[-1].bits_per_byte, points[0].bits_per_byte

@@ -25,7 +25,7 @@ from archipelago.ops.bench.output import table
 from archipelago.ops.experiments import baselines, parity
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.parity import ARMS, ArmName, ParityOptions
-from archipelago.ops.experiments.trial import CurvePoint, Trial
+from archipelago.ops.experiments.trial import CurvePoint, Progress, Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 from tests import pytorch
 from tests.failing import failing
@@ -61,8 +61,9 @@ def test_trials_are_run_in_parts_and_never_twice(
     losses = {"islands": -1.0, "parallel": -2.0}
     measured: list[Trial] = []
 
-    def fake(trial: Trial, work: Any) -> dict[str, Any]:
+    def fake(trial: Trial, work: Any, progress: Progress) -> dict[str, Any]:
         measured.append(trial)
+        progress(CurvePoint(1000, losses[trial.kind]))
         curve = [[0, 0.0], [1000, losses[trial.kind]]]
         return {**record_of(trial, losses[trial.kind]), "curve": curve, "rounds": 7, "per_round": 2.0}
 
@@ -70,7 +71,9 @@ def test_trials_are_run_in_parts_and_never_twice(
     work = task_work()
     (first,) = parity.parity(work, options_of(tmp_path, "islands"))["rows"]
     assert (first["interval"], first["rounds"], "to_parallel" in first) == (4, 7, False)
-    assert "earlier calls" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "earlier calls" not in said
+    assert "loss units after 1,000 tokens" in said, "a trial takes long, and says its loss so far"
     both = parity.parity(work, options_of(tmp_path))
     assert "1 of 2 results are of earlier calls" in capsys.readouterr().err
     assert [trial.kind for trial in measured] == ["islands", "parallel"]
@@ -84,7 +87,9 @@ def test_trials_are_run_in_parts_and_never_twice(
 
 
 def test_what_was_begun_with_several_seeds_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "measure", lambda trial, work: {**record_of(trial, 2.0 + trial.seed), "curve": []})
+    monkeypatch.setattr(
+        parity, "measure", lambda trial, work, progress: {**record_of(trial, 2.0 + trial.seed), "curve": []}
+    )
     work = task_work()
     parity.parity(work, options_of(tmp_path, seeds=(0, 1), islands=(2,)))
     monkeypatch.setattr(parity, "workload_of", lambda config, task: work)
