@@ -15,14 +15,17 @@ from archipelago.merger.spectra import Matrix, Power, Spectra, with_power
 LARGE = (300, 1500)
 
 
-def changed(compiled: Callable[[], Power | None]) -> list[bytes]:
-    found = list[bytes]()
+def changed(compiled: Callable[[], Power | None]) -> dict[tuple[float, float], bytes]:
+    """Change matrices on several threads. Return the bytes of each by its first value and its exponent."""
+    found = dict[tuple[float, float], bytes]()
 
     def work(matrix_RC: Matrix, exponent: float, power: Power) -> None:
-        found.append(with_power(matrix_RC, exponent, power).tobytes())
+        found[float(matrix_RC[0, 0]), exponent] = with_power(matrix_RC, exponent, power).tobytes()
 
-    matrix_RC = np.random.default_rng(0).standard_normal(LARGE, np.float32)
-    Spectra(threads=1, compiled=compiled).change(work, [(matrix_RC, 0.0), (matrix_RC, 0.5)])
+    matrices = np.random.default_rng(0).standard_normal((2, *LARGE), np.float32)
+    asked = [(matrix_RC, exponent) for matrix_RC in matrices for exponent in (0.0, 0.5)]
+    Spectra(threads=len(asked), compiled=compiled).change(work, asked)
+    assert len(found) == len(asked)
     return found
 
 
