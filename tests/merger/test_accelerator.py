@@ -23,7 +23,7 @@ def changed(compiled: Callable[[], Power | None]) -> dict[tuple[float, float], b
         found[float(matrix_RC[0, 0]), exponent] = with_power(matrix_RC, exponent, power).tobytes()
 
     matrices = np.random.default_rng(0).standard_normal((2, *LARGE), np.float32)
-    asked = [(matrix_RC, exponent) for matrix_RC in matrices for exponent in (0.0, 0.5)]
+    asked = list(zip(matrices, (0.0, 0.5), strict=True))
     Spectra(threads=len(asked), compiled=compiled).change(work, asked)
     assert len(found) == len(asked)
     return found
