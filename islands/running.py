@@ -68,6 +68,7 @@ class WorkerRun(Membership):
     _prepared: PreparedIsland
     _curves: CurveWriter | None = None
     _evaluator: Evaluator | None = None
+    _is_paced = True
 
     def __init__(
         self,
@@ -162,8 +163,7 @@ class WorkerRun(Membership):
         )
         if self._registry is not None:
             self._registry.register(IslandCollector(island))
-        self._pacer = island.pacer
-        self._pacer.step_seconds_min = self._options.step_seconds_min
+        island.pacer.step_seconds_min = self._options.step_seconds_min
         self._times.append(time.process_time())
         return island
 

@@ -19,7 +19,6 @@ from pathlib import Path
 VARIABLE = "ARCHIPELAGO_TURN_LOG"
 #: The minimum duration of a script's inner step in seconds.
 STEP_VARIABLE = "ARCHIPELAGO_STEP_SECONDS"
-_SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
 
 
 class TurnLog:
@@ -29,33 +28,17 @@ class TurnLog:
         """Open the file. Raises OSError if it cannot be written."""
         self.incarnation = incarnation
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        is_there = _SCHEDULER_STATISTICS.exists()
-        self._statistics = os.open(_SCHEDULER_STATISTICS, os.O_RDONLY) if is_there else -1
-        self._waited = self._waited_seconds()
 
-    def turned(self, at: float, steps: int, idle_seconds: float) -> None:
-        """Write one turn, with the time that the thread waited for a core in it, if the system reports it.
+    def turned(self, at: float, steps: int) -> None:
+        """Write one turn.
 
         Args:
             at: The monotonic time.
             steps: Inner steps of this incarnation so far.
-            idle_seconds: Time that the device was idle before this step.
         """
-        waited, before = self._waited_seconds(), self._waited
-        self._waited = waited
-        line = {
-            "at": round(at, 6), "who": self.incarnation, "steps": steps, "idle": round(idle_seconds, 6),
-            "waited": round(waited - before, 6),
-        }  # fmt: skip
+        line = {"at": round(at, 6), "who": self.incarnation, "steps": steps}
         with contextlib.suppress(OSError):  # a full disk must not stop training
             os.write(self._file, (json.dumps(line) + "\n").encode())
-
-    def _waited_seconds(self) -> float:
-        """Return the time that this thread was ready to run without a core; 0 if the system does not report it."""
-        if self._statistics < 0:
-            return 0.0
-        fields = os.pread(self._statistics, 128, 0).split()
-        return int(fields[1]) * 1e-9
 
 
 @dataclass
@@ -68,19 +51,15 @@ class Pacer:
 
     Attributes:
         step_seconds_min: The minimum duration of a step; 0 means no minimum.
-        idle_seconds: How long the device had been idle before the last call.
     """
 
     step_seconds_min: float = 0.0
-    idle_seconds: float = 0.0
     _steps: int = 0
     _before_at: float = -math.inf
     _done_at: float = -math.inf
 
     def dispatched(self, steps: int, now: float) -> None:
         """Record that `steps` steps were dispatched to the device."""
-        first = math.isinf(self._done_at)
-        self.idle_seconds = 0.0 if first else max(0.0, now - self._done_at)
         self._steps, self._before_at = steps, self._done_at
         self._done_at = max(self._done_at, now) + steps * self.step_seconds_min
 
@@ -100,7 +79,6 @@ class MeasuredTurns:
         step_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        pacer: Pacer | None = None,
     ) -> None:
         """Begin with the first step.
 
@@ -109,24 +87,21 @@ class MeasuredTurns:
             step_seconds: The minimum duration of an inner step.
             clock: Monotonic seconds.
             sleep: Waits for that many seconds.
-            pacer: Knows how long the device was idle, and sees to the duration of steps itself.
         """
-        self._pacer = pacer
         self._turn_log, self._step_seconds, self._clock, self._sleep = turn_log, step_seconds, clock, sleep
         self._steps = 0
-        self._sync_seconds = 0.0
         self._stepped_at = clock()
 
     @classmethod
     def asked_for(
-        cls, environment: Mapping[str, str], incarnation: str, pacer: Pacer | None = None
+        cls, environment: Mapping[str, str], incarnation: str, *, is_paced: bool = False
     ) -> MeasuredTurns | None:
-        """Return what the environment asks for, if anything. With a pacer, steps have no other minimum duration."""
+        """Return what the environment asks for, if anything. The steps of a paced loop get no minimum duration here."""
         path = environment.get(VARIABLE)
         if not path:
             return None
-        seconds = 0.0 if pacer else float(environment.get(STEP_VARIABLE, "0"))
-        return cls(TurnLog(Path(path), incarnation), seconds, pacer=pacer)
+        seconds = 0.0 if is_paced else float(environment.get(STEP_VARIABLE, "0"))
+        return cls(TurnLog(Path(path), incarnation), seconds)
 
     def stepped(self, steps: int) -> None:
         """Log that the script has made steps, before any of them is sent. Wait first if they took too little time.
@@ -139,10 +114,4 @@ class MeasuredTurns:
             self._sleep(early)
         self._stepped_at = self._clock()
         self._steps += steps
-        # A device may have had work during the last `sync`, so its idle time is at most that of the call.
-        idle = self._sync_seconds if self._pacer is None else self._pacer.idle_seconds
-        self._turn_log.turned(self._stepped_at, self._steps, idle)
-
-    def synced(self) -> None:
-        """Note that `sync` returns now."""
-        self._sync_seconds = self._clock() - self._stepped_at
+        self._turn_log.turned(self._stepped_at, self._steps)

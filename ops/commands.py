@@ -78,7 +78,7 @@ GROUPS: Mapping[str, Verbs] = {
         "revoke": Verb("archipelago.ops.launch.invite", "RevokeOptions", "End a membership of a run."),
         "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions", "Check this machine and the Redis."),
         "rm": Verb("archipelago.ops.launch.rm", "RmOptions", "Delete a run."),
-        "completion": Verb("archipelago.ops.completion", "CompletionOptions", "Print completions for bash and zsh."),
+        "completion": Verb("archipelago.ops.completion", "CompletionOptions", "Print completions for bash or zsh."),
     },
     "Model": {
         "export": Verb("archipelago.ops.weights.export", "ExportOptions", "Write the merged model as safetensors."),
@@ -130,7 +130,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",
         "archipelago runs redis://HOST:6379 --json": "List the runs of a Redis for a program.",
     },
-    "completion": {"archipelago completion": "Print the script, for the file from which your shell reads it."},
+    "completion": {"archipelago completion bash": "Print the script, for the file from which your shell reads it."},
     "rm": {
         "archipelago rm old runs/old/admin.join": "Delete the keys of the run old, after you typed its name.",
         "archipelago rm old redis://HOST:6379 --yes": "Delete it without a question, for scripts.",

@@ -1,65 +1,57 @@
-"""`archipelago completion`: print a script with which bash and zsh complete verbs and options."""
+"""`archipelago completion`: print a script of the parser's library, with which a shell completes words."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import io
-import re
+import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from archipelago.broker.process import print_json
+import tyro
+
 from archipelago.ops import commands
-
-_SCRIPT = """\
-# Completion of archipelago for bash and zsh.
-[ -n "$ZSH_VERSION" ] && autoload -Uz compinit bashcompinit && compinit && bashcompinit
-_archipelago() {{
-  local words word="${{COMP_WORDS[COMP_CWORD]}}"
-  case "${{COMP_WORDS[*]:1:COMP_CWORD-1}} " in
-{cases}
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _archipelago archipelago
-"""
 
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """Print a script with which bash and zsh complete verbs and options. It takes some seconds, so keep it in a file.
+    """Print a script with which a shell completes verbs and options. It takes some seconds, so keep it in a file.
 
-    In bash, write it to ~/.local/share/bash-completion/completions/archipelago. In zsh, write it to a file that
-    ~/.zshrc reads with `source`.
+    In bash, write it to ~/.local/share/bash-completion/completions/archipelago. In zsh, write it to a file
+    `_archipelago` in a folder of $fpath.
     """
 
-    json: bool = False
-    """Print one JSON object: the words that may follow each verb."""
+    shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional] = "bash"
+    """The shell."""
 
 
 def main(options: CompletionOptions) -> int:
     """Print the script."""
-    found = dict(_words("", commands.VERBS))
-    if options.json:
-        print_json(found)
-        return 0
-    longest_first = sorted(found, key=lambda verb: -len(verb))
-    cases = "\n".join(f'    "{verb} "*) words="{" ".join(found[verb])}" ;;' for verb in longest_first if verb)
-    sys.stdout.write(_SCRIPT.format(cases=f'{cases}\n    *) words="{" ".join(found[""])}" ;;'))
+    script = io.StringIO()
+    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
+        asked = ["--tyro-print-completion", options.shell]
+        tyro.cli(_any_of(commands.VERBS), prog="archipelago", args=asked, config=commands.READABLE)
+    sys.stdout.write(script.getvalue().replace("complete -F", "complete -o default -F"))  # or it completes no files
     return 0
 
 
-def _words(before: str, verbs: commands.Verbs) -> Iterator[tuple[str, list[str]]]:
-    """Yield the words that may follow `before`, and each of its verbs."""
-    yield before, [*verbs]
+def _any_of(verbs: commands.Verbs) -> Any:
+    """Return a type whose values are the options of one of these verbs."""
+    return functools.reduce(operator.or_, _types(verbs))
+
+
+def _types(verbs: commands.Verbs) -> Iterator[Any]:
     for name, verb in verbs.items():
-        words = f"{before} {name}".strip()
+        module = importlib.import_module(verb.module)
         if isinstance(verb, commands.VerbGroup):
-            yield from _words(words, importlib.import_module(verb.module).VERBS)
-            continue
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            commands.run([*words.split(), "--help"])
-        yield words, sorted(set(re.findall(r"(?<![\w.-])--[a-z][\w.-]*[\w]", text.getvalue())))
+            made = dataclasses.make_dataclass(
+                name, [("verb", Annotated[_any_of(module.VERBS), tyro.conf.arg(name="")])]
+            )
+        else:
+            made = getattr(module, verb.options)
+        yield Annotated[made, tyro.conf.subcommand(name, prefix_name=False)]

@@ -35,7 +35,7 @@ from archipelago.islands.sync.final import final_vectors
 from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer, OwnStore
-from archipelago.islands.turn_log import MeasuredTurns, Pacer
+from archipelago.islands.turn_log import MeasuredTurns
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class Membership(Joined):
 
     #: Where the island keeps a state of its own, if anywhere.
     _store: OwnStore | None = None
-    #: The simulated device of the loop, if it has one.
-    _pacer: Pacer | None = None
+    #: Whether the loop sees to the minimum duration of its steps itself.
+    _is_paced = False
 
     def __init__(
         self, run: str, island: Callable[[], str], connect: Callable[[], RedisTransport], awaited: Patience
@@ -142,7 +142,7 @@ class Membership(Joined):
                 "`archipelago steer --run %s inner.steps=N`",
                 manifest.run, steps, manifest.run, extra={"code": "loop.finished"},
             )  # fmt: skip
-        self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation, self._pacer)
+        self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation, is_paced=self._is_paced)
         loop.begin()
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -167,8 +167,6 @@ class Membership(Joined):
             self._is_torn = False
             raise
         self._is_torn = False
-        if self._measured is not None:
-            self._measured.synced()
         self._heed_signal()
 
     def _heed_signal(self) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench.listeners import listened
 from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
 from archipelago.ops.bench.two_islands import (
     FRAGMENTS,
@@ -61,8 +60,6 @@ class SyncOptions(OutputOptions):
     """The round trip between the merger and Redis, in milliseconds: a merger should be close to its Redis."""
     pieces: bool = False
     """Show where the time of a sync on loopback goes, instead of a comparison."""
-    listeners: int = 0
-    """The number of listeners of the run to measure, instead of a comparison."""
     parameters: int = PARAMETERS
     """How many elements the model has."""
 
@@ -76,8 +73,6 @@ def main(options: SyncOptions) -> int:
         merger_rtt_ms=options.merger_rtt_ms,
         parameters=options.parameters,
     )
-    if options.listeners:
-        return finish("sync-listeners", listened(size, options.listeners), options)
     if options.pieces:
         return finish("sync-pieces", in_pieces(size), options)
     return finish("sync", sync(options.torchft_python, size), options)

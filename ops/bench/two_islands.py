@@ -122,7 +122,7 @@ def two_islands(size: SyncSize) -> Iterator[TwoIslands]:
         for island in islands:
             island.receive(2 * PATIENCE_SECONDS)
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
-        found = TwoIslands(made, merger, islands, server.url)
+        found = TwoIslands(made, merger, islands)
         # The merger may close the first rounds before it knows both islands.
         wait_until(lambda: found.sync().committed, "sync of both islands", PATIENCE_SECONDS)
         yield found
@@ -145,10 +145,8 @@ def _create_run(transport: Transport, size: SyncSize) -> None:
 class TwoIslands:
     """The run seen from outside: commands to its islands, and what Redis says about it."""
 
-    def __init__(
-        self, transport: Transport, merger: MeasuredProcess, islands: Sequence[MeasuredProcess], url: str
-    ) -> None:
-        self.transport, self.merger, self.islands, self.url = transport, merger, islands, url
+    def __init__(self, transport: Transport, merger: MeasuredProcess, islands: Sequence[MeasuredProcess]) -> None:
+        self.transport, self.merger, self.islands = transport, merger, islands
 
     def sync(self) -> Synced:
         """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""

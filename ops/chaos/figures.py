@@ -37,7 +37,6 @@ SHARE_LABELS = {
     "useful": "merged", "lost": "trained, never merged", "idle": "slower than the step duration",
     "stopped": "stopped", "recovering": "starting again", "dead": "dead",
 }  # fmt: skip
-STALL_SECONDS = 0.01
 #: Figures by name, as report.json has them.
 Figures = dict[str, Any]
 
@@ -68,7 +67,6 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
         "steps_lost": sum(storm.steps_between(i, storm.begin, storm.end) for i in storm.islands) - useful,
         "pause_seconds_worst": max(after - before for before, after in pauses(turned, storm.begin, storm.end)),
         "shares": spent,
-        "stalls": stalls(storm, states),
         "rounds": storm.rounds_in_window,
         "rounds_per_minute": storm.rounds_in_window / storm.seconds * 60,
         "contributions_per_round": len(members) / max(1, len(storm.tape)),
@@ -135,24 +133,6 @@ def merged_steps(storm: StormRecord) -> float:
         for i in storm.islands
     )
     return merged - outside
-
-
-def stalls(storm: StormRecord, states: Timelines) -> Figures:
-    """Return in how many of the islands' turns the device had no work for over 10 ms, and the longest such time.
-
-    Waits of the training thread for a core of this machine are subtracted. An idle time may begin in the turn before,
-    so that turn's waits count as well. Turns that overlap a SIGSTOP of the island do not count.
-    """
-    found = []
-    for island in storm.islands:
-        stops = [span for span in states[island] if span.state == STOPPED]
-        for before, turn in itertools.pairwise(storm.turns.get(island, ())):
-            begin = before.at - turn.idle - storm.step_seconds[island]
-            is_stopped = any(span.begin <= turn.at and span.end >= begin for span in stops)
-            if before.who == turn.who and storm.begin <= turn.at < storm.end and not is_stopped:
-                found.append(max(0.0, turn.idle - turn.waited - before.waited))
-    over = sum(seconds > STALL_SECONDS for seconds in found)
-    return {"turns": len(found), "over_10_ms": over, "worst_seconds": max(found, default=0.0)}
 
 
 def pauses(times: Iterable[float], begin: float, end: float) -> list[tuple[float, float]]:
@@ -224,8 +204,6 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
                            "{tokens_pending:,} + lost {tokens_lost:,}".format(**found)),
         ("from a kill to the first merged contribution", f"{number(found['rejoin_seconds_median'], 1)} s median, "
                                                          f"{number(found['rejoin_seconds_worst'], 1)} s worst"),
-        ("device idle for over 10 ms, without waits for a core",
-         "{over_10_ms:,} of {turns:,} turns, worst {worst_seconds:.3f} s".format(**found["stalls"])),
         ("bytes up, down", f"{size(found['bytes_up'])}, {size(found['bytes_down'])}"),
         _loss(found),
     ]  # fmt: skip

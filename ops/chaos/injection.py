@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.files import write_atomically
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.record import ProcessEvent
 from archipelago.ops.chaos.schedule import Fault
@@ -28,10 +27,6 @@ from archipelago.ops.settings import say
 TICK_SECONDS, CHECK_SECONDS = 0.01, 0.1
 #: A process that ends without a fault is restarted after this time.
 UNPLANNED_SECONDS = 1.0
-LIBRARY = "libfaketimeMT.so.1"
-FOLDERS = ("/usr/lib/*/faketime", "/usr/lib/faketime", "/usr/local/lib/faketime", "/opt/homebrew/lib/faketime")
-#: How often the program reads the file. The library counts in whole seconds.
-REFRESH_SECONDS = 1
 
 
 @dataclass(eq=False)
@@ -43,7 +38,6 @@ class FaultTarget:
         process: An island, a merger or a worker of the baseline; or Redis, whose folder gives it the same data, port
             and password at each start.
         proxy: The proxy before Redis, if the link has faults.
-        clock: The time of day of the process, if that has faults.
         own_files: The files and folders that the process writes for the storm and not for the run.
         stopped: Whether SIGSTOP holds it.
     """
@@ -51,7 +45,6 @@ class FaultTarget:
     name: str
     process: Child | RedisServer
     proxy: Proxy | None = None
-    clock: FakeClock | None = None
     own_files: tuple[Path, ...] = ()
     started: int = 0
     stopped: bool = False
@@ -195,7 +188,7 @@ class FaultInjector:
 
 def _begin(target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
     """Begin a fault. Return the function that undoes it; None for a fault that has no end, and for a kill."""
-    proxy, clock = target.proxy, target.clock
+    proxy = target.proxy
     match fault.kind:
         case "kill":
             target.signal(signal.SIGKILL)
@@ -209,10 +202,6 @@ def _begin(target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
         case "disk":
             _limit_files(target, int(fault.value))
             return lambda: _limit_files(target, None)
-        case "clock":
-            assert clock is not None  # noqa: S101
-            clock.jump(fault.value)
-            return lambda: clock.jump(0.0)
     assert proxy is not None  # noqa: S101
     match fault.kind:
         case "throttle":
@@ -240,33 +229,3 @@ def _limit_files(target: FaultTarget, room: int | None) -> None:
         own = [file for path in target.own_files for file in (path, *path.rglob("*")) if file.is_file()]
         limit = hard if room is None else room + max((file.stat().st_size for file in own), default=0)
         process.rlimit(psutil.RLIMIT_FSIZE, (limit, hard))
-
-
-def library() -> Path | None:
-    """Return the path of libfaketime, or None if it is not installed."""
-    return next((path for folder in FOLDERS for path in Path("/").glob(f"{folder[1:]}/{LIBRARY}")), None)
-
-
-class FakeClock:
-    """The time of day of one program, which libfaketime shifts. Its monotonic clock, and so its intervals, stay right.
-
-    Args:
-        file: The file that holds the offset. It is created with an offset of zero.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file.absolute()
-        self.jump(0.0)
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables that the program must be started with."""
-        return {
-            "LD_PRELOAD": str(library()),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": str(REFRESH_SECONDS),
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
-
-    def jump(self, seconds: float) -> None:
-        """Set the program's clock ahead of the machine's by `seconds`, within REFRESH_SECONDS."""
-        write_atomically(self._file, f"{seconds:+.3f}\n")

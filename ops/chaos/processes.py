@@ -24,7 +24,7 @@ from archipelago.broker.shards.transport import opened, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.turn_log import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
-from archipelago.ops.chaos.injection import TICK_SECONDS, FakeClock, FaultInjector, FaultTarget
+from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, FaultTarget
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.record import STANDBY_USED, LoggedTurn
 from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
@@ -132,16 +132,14 @@ class RunProcesses(FaultInjector):
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _redis(self) -> FaultTarget:
-        """Start the server, whose clock jumps if the schedule has such faults."""
-        has_clock_faults = any(fault.kind == "clock" for fault in self.plan.faults)
-        clock = FakeClock(self.plan.folder / "clock") if has_clock_faults else None
+        """Start the server."""
         folder = self.plan.folder / "redis"
         self.note(REDIS, "start")
-        server = start_server(folder, environment=clock.environment() if clock else None)
+        server = start_server(folder)
         self._stack.enter_context(server)
         self.note(REDIS, "ready")
         self.url, self._port = server.url, server.port
-        return FaultTarget(REDIS, server, clock=clock, own_files=(folder,), started=1, dead=False)
+        return FaultTarget(REDIS, server, own_files=(folder,), started=1, dead=False)
 
     def _created_run(self) -> str:
         """Return the name of the run. A user's script chooses it, so its first island is started to see it."""

@@ -43,15 +43,11 @@ class LoggedTurn:
         at: When it ended.
         who: The incarnation of the island.
         steps: Inner steps of that incarnation so far.
-        idle: Seconds that the device had no work before this step.
-        waited: Seconds that the training thread was ready to run and had no core.
     """
 
     at: float
     who: str
     steps: int
-    idle: float
-    waited: float
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ read, edited and run again:
 - `throttle`: for `seconds`, its link carries `value` Mbit/s each way
 - `delay`: for `seconds`, its link takes `value` seconds longer each way
 - `disk`: for `seconds`, none of its files may grow by more than `value` bytes, as on a full disk
-- `clock`: the time of day of Redis jumps ahead by `value` seconds, and back after `seconds` (needs libfaketime)
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from archipelago.broker.errors import ConfigError, fault_in
 from archipelago.ops.simulation.failures import Delays
 
-Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk", "clock"]
+Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 #: The kinds that need a proxy between the process and Redis.
 ON_LINKS: frozenset[Kind] = frozenset({"partition", "reset", "half-open", "throttle", "delay"})
 #: The `value` of faults from a seed, and of lines of a file that give none.
-VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18), "clock": 3600.0}
+VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18)}
 REDIS, MERGER = "redis", "merger"
 SECONDS_MAX = 1e6
 #: The shape k and the exponent α of the distribution of a fault's duration.
@@ -61,7 +60,7 @@ class Fault:
         kind: One of KINDS.
         target: `redis`, `merger` (`merger-0`, … of several) or the name of an island.
         seconds: How long it lasts.
-        value: The rate, delay, size or offset that some kinds need.
+        value: The rate, delay or size that some kinds need.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -83,9 +82,9 @@ _ADAPTER = TypeAdapter(Fault)
 def applies_to(kind: str, target: str) -> bool:
     """Return whether that kind of fault applies to a target.
 
-    Redis has no link to itself. It is also the only process whose decisions depend on the time of day.
+    Redis has no link to itself.
     """
-    return kind not in ON_LINKS if target == REDIS else kind != "clock"
+    return target != REDIS or kind not in ON_LINKS
 
 
 def poisson(

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -231,12 +231,11 @@ class RedisServer(contextlib.ExitStack):
         folder: Path,
         host: str | None,
         append_only: bool,
-        environment: Mapping[str, str],
         timeout_seconds: float,
     ) -> None:
         super().__init__()
         self.program, self.folder, self.host = program, folder, host
-        self._append_only, self._environment, self._seconds = append_only, environment, timeout_seconds
+        self._append_only, self._seconds = append_only, timeout_seconds
         self.port, self.pid, self.address = 0, 0, ServerAddress(0, "")
         self._child: Child | None = None
 
@@ -274,7 +273,7 @@ class RedisServer(contextlib.ExitStack):
         write_config(self.folder, self.program.kind, self.address, self._append_only, self.host)
         environment = {name: os.environ.get(name, value) for name, value in KEEP_FREED.items()}
         child = self._child = Child(
-            "redis", [str(self.folder / CONFIG)], {**environment, **self._environment}, log,
+            "redis", [str(self.folder / CONFIG)], environment, log,
             program=[str(self.program.path)], folder=self.folder,
         )  # fmt: skip
         log_start = log.stat().st_size if log.exists() else 0
@@ -312,7 +311,6 @@ def start_server(
     *,
     timeout_seconds: float = START_SECONDS,
     append_only: bool = True,
-    environment: Mapping[str, str] | None = None,
     host: str | None = None,
 ) -> RedisServer:
     """Start a server in a folder and wait until it answers.
@@ -324,7 +322,6 @@ def start_server(
         program: The default is the kind that wrote the folder's data, or the preferred one.
         timeout_seconds: How long the server may be silent. Loading its data may take longer.
         append_only: Whether to keep data on disk. Measurements turn this off.
-        environment: Variables that are added to this process's own.
         host: The name or address under which other machines reach the server; None if they must not.
 
     Raises:
@@ -332,7 +329,7 @@ def start_server(
     """
     folder = path.absolute()
     program = program or find_program(last_start(folder)[0], with_tls=host is not None)
-    server = RedisServer(program, folder, host, append_only, environment or {}, timeout_seconds)
+    server = RedisServer(program, folder, host, append_only, timeout_seconds)
     try:
         server.start()
     except BaseException:

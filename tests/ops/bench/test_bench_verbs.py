@@ -15,7 +15,6 @@ import pytest
 from archipelago.broker.codecs import codec
 from archipelago.ops.bench import VERBS, merge
 from archipelago.ops.bench.harness import OF_MERGER
-from archipelago.ops.bench.listeners import listened
 from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
 from archipelago.ops.bench.two_islands import FRAGMENTS, SyncSize
 from archipelago.ops.bench.wire import WireSize, wire
@@ -109,14 +108,6 @@ def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch
     assert 0 < ours["from"] <= ours["seconds"] <= ours["to"]
     assert theirs["committed"] == "not run" and TORCHFT_PYTHON in theirs["note"] and math.isnan(theirs["seconds"])
     assert theirs.keys() == ours.keys()
-
-
-@pytest.mark.full
-def test_listeners_have_each_version() -> None:
-    found = listened(TINY, 6)
-    (row,) = found["rows"]
-    assert row["listeners"] == 6 and 0 < row["seconds"] <= row["slowest_seconds"]
-    assert 0 < row["bytes"] < 12_000 and row["cpu_seconds"] > 0
 
 
 def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None:

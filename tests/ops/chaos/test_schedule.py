@@ -44,7 +44,7 @@ def test_a_written_schedule_is_read_back(faults: list[Fault]) -> None:
     assert from_text(to_text(faults), TARGETS) == in_order(faults)
 
 
-@example((2.421875, ["clock"], 0.1), 1.0, 0)  # a time that is rounded to the end
+@example((2.421875, ["disk"], 0.1), 1.0, 0)  # a time that is rounded to the end
 @given(RATES, st.floats(1.0, 200.0), SEEDS)
 def test_a_seed_determines_the_faults_of_each_process(rates: Rates, seconds: float, seed: int) -> None:
     faults = poisson(TARGETS, seconds, seed, *rates)
@@ -63,7 +63,7 @@ def test_a_seed_determines_the_faults_of_each_process(rates: Rates, seconds: flo
 
 
 def test_redis_has_no_faults_of_links() -> None:
-    assert {kind for kind in KINDS if applies_to(kind, REDIS)} == {"kill", "stop", "disk", "clock"}
+    assert {kind for kind in KINDS if applies_to(kind, REDIS)} == {"kill", "stop", "disk"}
     assert not poisson([REDIS], 1000.0, 0, 1.0, tuple(ON_LINKS))
 
 
@@ -103,7 +103,6 @@ def test_a_line_that_cannot_be_used_is_refused() -> None:
         '{"at": 1, "kind": "flood", "target": "redis"}',
         '{"at": 1, "kind": "kill", "target": "island-7"}',
         '{"at": 1, "kind": "half-open", "target": "redis"}',
-        '{"at": 1, "kind": "clock", "target": "merger"}',
         '{"at": -1, "kind": "kill", "target": "redis"}',
         '{"at": 1e400, "kind": "kill", "target": "redis"}',
         '{"at": 1, "kind": "kill", "target": "redis", "more": 1}',
