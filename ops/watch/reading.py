@@ -108,13 +108,16 @@ def summarise(
     live = [island for island in islands if island.live]
     newest = evaluations[-1] if evaluations else None
     read = sum(number for number, _ in (cursors or {}).values())
+    step = max((entry.step for entry in last), default=0)
     return RunView(
         run=manifest.run,
         parameters=manifest.parameters,
         fragments=layout.count,
         rounds=max((entry.round for entry in last), default=0),
-        step=max((entry.step for entry in last), default=0),
-        steps=run_steps(manifest.config, control or {}),
+        step=step,
+        steps=max(
+            step, run_steps(manifest.config, control or {})
+        ),  # it may have been steered to fewer than it has made
         known=len(islands),
         live=len(live),
         participating=sum(island.participation > 0 for island in live),

@@ -196,7 +196,7 @@ def _stopped(path: Path) -> RunEntry:
     with suppress(ArchipelagoError):
         if (path / "config.toml").exists():
             config = run_config.from_toml(path / "config.toml")
-            entry = replace(entry, model=config.model.size, steps=config.inner.steps)
+            entry = replace(entry, model=config.model.size, steps=max(entry.step, config.inner.steps))
     return entry
 
 
@@ -213,7 +213,7 @@ def _table(entries: Iterable[RunEntry]) -> Table:
             printable(entry.model) or "–",
             f"{entry.parameters:,}" if entry.parameters else "–",
             f"{entry.round:,}",
-            f"{entry.step:,}/{max(entry.step, entry.steps):,}" if entry.steps else "–",
+            f"{entry.step:,}/{entry.steps:,}" if entry.steps else "–",
             f"{entry.live}/{entry.known}",
             "–" if math.isnan(entry.idle_seconds) else f"{ago(entry.idle_seconds)} ago",
             printable(entry.where),

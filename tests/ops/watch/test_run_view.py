@@ -60,6 +60,10 @@ VIEW = summarise(MANIFEST, TAPE, PRESENCES, COUNTERS, Pending(3, 299), EVALUATIO
 def test_the_run_matches_a_calculation_by_hand() -> None:
     assert (VIEW.run, VIEW.parameters, VIEW.fragments) == ("sample", 64, 2)
     assert (VIEW.rounds, VIEW.step, VIEW.steps) == (4, 40, MANIFEST.config.inner.steps)
+    shorter = {"inner.steps": "30"}
+    assert summarise(MANIFEST, TAPE, [], COUNTERS, Pending(0, 0), control=shorter).steps == 40, (
+        "it has made more already"
+    )
     assert (VIEW.known, VIEW.live, VIEW.participating) == (5, 3, 1)  # a, c and e are live, and only a was merged.
     assert VIEW.contributions_per_round == (1 + 2 + 0 + 3) / 4
     assert VIEW.grace_seconds == pytest.approx(0.2)
