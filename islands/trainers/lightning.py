@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from archipelago.islands.trainers.island import TrainerIsland, follow_clock, refused, require_one
@@ -20,8 +21,8 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
 
         Trainer(callbacks=[ArchipelagoCallback(url, "mine", steps=20_000)]).fit(model, loader)
 
-    The run's length ends the trainer, not its epochs. Schedules follow the run's clock, which the progress bar shows as
-    `run_step`. When training ends, the model has the run's parameters. A step counts its examples.
+    The run's length ends the trainer, not its epochs. Schedules and the progress bar follow the run's clock, which is
+    logged as `run_step`. When training ends, the model has the run's parameters. A step counts its examples.
     """
 
     def __init__(
@@ -53,6 +54,11 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         if self._ends_with_run:
             trainer.fit_loop.max_epochs = -1
             trainer.fit_loop.epoch_loop.max_steps = self.island.length or trainer.max_steps
+            bar = trainer.progress_bar_callback
+            if isinstance(bar, TQDMProgressBar | RichProgressBar):
+                if not isinstance(bar, _RunBar):
+                    bar.__class__ = type(f"Run{type(bar).__name__}", (_RunBar, type(bar)), {})
+                bar.island = self.island
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the run."""
@@ -70,7 +76,7 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         self._synced, examples, self._examples = trainer.global_step, self._examples, 0
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         is_finished = self.island.sync(examples, loss if torch.is_tensor(loss) else None)
-        pl_module.log("run_step", float(self.island.step), prog_bar=True, on_step=True, on_epoch=False)
+        pl_module.log("run_step", float(self.island.step), on_step=True, on_epoch=False)
         self._follow(trainer)
         if is_finished:
             trainer.should_stop = True
@@ -95,3 +101,32 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         for config in trainer.lr_scheduler_configs:
             unit = config.frequency * (1 if config.interval == "step" else max(1, math.ceil(min(per_epoch, 1 << 62))))
             follow_clock(config.scheduler, self.island.step // unit)
+
+
+class _RunBar(Callback):  # type: ignore[misc]
+    """What turns a progress bar of Lightning, which begins again with each epoch, into one of the whole run."""
+
+    island: TrainerIsland
+
+    @property
+    def total_train_batches(self) -> int:
+        """The length of the run in steps."""
+        return self.island.steps
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return str(self.train_description)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin at the run's step. The ETA does not count steps of others before."""
+        super().on_train_start(trainer, pl_module)
+        if isinstance(self, TQDMProgressBar):
+            self.train_progress_bar.n = self.train_progress_bar.initial = self.island.step
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Do nothing, where the bar would begin again."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Show the run's step and length, instead of a batch's number."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, self.island.step - 1)
+        if self.is_enabled:
+            self.train_progress_bar.total = self.island.steps

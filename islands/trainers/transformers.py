@@ -112,7 +112,13 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         shown, island = copy.copy(state), self.island
         shown.global_step, shown.max_steps = island.step, island.steps
         shown.num_train_epochs = -(-state.num_train_epochs * island.steps // max(state.max_steps, 1))
-        return event(args, shown, control, **about)
+        returned, own = event(args, shown, control, **about), event.__self__
+        bar = getattr(own, "training_bar", getattr(own, "training_tracker", None))
+        for each in getattr(bar, "tasks", [bar] if bar is not None else []):  # TRL's bar has tasks
+            each.total = island.steps
+        if event.__name__ == "on_train_begin" and bar is not None:  # the ETA does not count steps of others before
+            own.current_step = bar.n = bar.initial = island.step
+        return returned
 
 
 def _all_callbacks() -> list[Any]:

@@ -59,6 +59,29 @@ def test_a_trainer_trains_until_the_run_ends_on_its_clock(url: str) -> None:
         torch.testing.assert_close(tensor.detach(), torch.from_numpy(merged[name]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["TQDMProgressBar", "RichProgressBar"])
+def test_its_bar_follows_a_run_whose_length_is_steered(url: str, kind: str) -> None:
+    bar = getattr(lightning.pytorch.callbacks, kind)()
+    model = lightning_module()
+    archipelago.pytorch.create(url, "own", model, steps=1000, sync=SYNC)
+    connect(url, "own").reader.steer({"inner.steps": "80"})
+    bars: list[Any] = []
+
+    class Bars(lightning.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_end(self, *about: Any) -> None:
+            bars.append(bar.train_progress_bar)
+
+    made = trainer(
+        ArchipelagoCallback(url, "own", steps=1000, sync=SYNC), bar, Bars(), enable_progress_bar=True, max_epochs=None
+    )
+    with served(url):
+        made.fit(model, loader(80))
+    assert made.current_epoch > 2
+    assert bars[0] is bars[-1], "one for all epochs"
+    shown = bars[-1].n if kind == "TQDMProgressBar" else bars[-1].completed
+    assert (shown, bars[-1].total) == (80, 80)
+
+
 def step_rates(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2)
 

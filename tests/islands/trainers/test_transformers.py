@@ -77,6 +77,24 @@ def test_a_trainer_trains_until_the_run_ends_on_its_clock(url: str, capfd: pytes
         torch.testing.assert_close(tensor.detach(), torch.from_numpy(merged[name]), rtol=0, atol=0)
 
 
+def test_its_bar_follows_a_run_whose_length_is_steered(url: str) -> None:
+    callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC)
+    made = trainer([callback], disable_tqdm=False)
+    archipelago.pytorch.create(url, "own", Network(), steps=1000, sync=SYNC)
+    connect(url, "own").reader.steer({"inner.steps": "40"})
+    bar = next(each for each in made.callback_handler.callbacks if isinstance(each, transformers.ProgressCallback))
+    bars = []
+
+    class Bars(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+        def on_step_end(self, *about: Any, **more: Any) -> None:
+            bars.append(bar.training_bar)
+
+    made.add_callback(Bars())
+    with served(url):
+        made.train()
+    assert (bars[-1].n, bars[-1].total) == (40, 40)
+
+
 def test_its_evaluations_become_the_held_out_losses_of_the_run(url: str) -> None:
     made = trainer([ArchipelagoCallback(url, "own", steps=1000, sync=SYNC), Evaluated()], max_steps=6)
     made.eval_dataset = examples(16)
