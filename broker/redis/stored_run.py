@@ -111,7 +111,10 @@ class StoredRun:
     def unknown(self) -> UnknownRunError:
         """Return the error for a run that does not exist."""
         here = ", ".join(self.names()) or "none"
-        remedy = "Make it with `archipelago init` or a training script, or name another with --run."
+        remedy = (
+            "Make it with `archipelago init` or a training script (a trainer creates it if you give `steps`), or name "
+            "another with --run."
+        )
         if self._has_islands():
             remedy = (
                 "This Redis has lost it: its islands still write heartbeats here. Continue it from a checkpoint of its "

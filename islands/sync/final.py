@@ -49,7 +49,8 @@ def final_vectors(
             raise BrokerError(
                 f"the last rounds of the run {run!r} are not merged in time: {why}",
                 f"Redis keeps everything. `archipelago status --run {run}` shows the run; without a merger, start "
-                f"`archipelago merger --run {run}`. Then call `final` again, or give it a longer `timeout`.",
+                f"`archipelago merger --run {run}`. Then call `final` again, or give it a longer `timeout` "
+                "(of a trainer's island, `callback.island.final()` and `final_seconds`).",
                 code="island.not-merged",
             )
         pause(POLL_SECONDS)

@@ -10,7 +10,7 @@ from accelerate import Accelerator, DistributedType
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.process import RUN_VARIABLE
-from archipelago.islands.trainers.island import TrainerIsland, refused
+from archipelago.islands.trainers.island import TrainerIsland, follow_clock, refused
 
 
 class LocalSGD:
@@ -25,8 +25,8 @@ class LocalSGD:
                     break
 
     The processes of the accelerator keep the same parameters, by DistributedDataParallel or FSDP2. Other islands are
-    other scripts. When the block ends, the model has the run's parameters. `island` has the run's clock, and
-    `finished` is true when training is to stop.
+    other scripts. When the block ends, the model has the run's parameters. `island` has the run's clock, which prepared
+    schedules follow, and `finished` is true when training is to stop.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class LocalSGD:
         self._accelerator, self._model, self._enabled = accelerator, model, enabled
         self.island = TrainerIsland(url, name or os.environ.get(RUN_VARIABLE) or "local-sgd", steps, **options)
         loader = next(iter(accelerator._dataloaders), None)
+        self._optimizers: list[Any] = []  # of the model
         self._examples = getattr(loader, "total_batch_size", 1) * accelerator.gradient_accumulation_steps
         self.finished = False
 
@@ -69,7 +70,9 @@ class LocalSGD:
             own = {id(parameter) for parameter in self._model.parameters()}
             optimizers = self._accelerator._optimizers  # of all models that it has prepared
             has_own = [any(id(p) in own for group in each.param_groups for p in group["params"]) for each in optimizers]
-            self.island.begin(self._model, [each for each, has in zip(optimizers, has_own, strict=True) if has])
+            self._optimizers = [each for each, has in zip(optimizers, has_own, strict=True) if has]
+            self.island.begin(self._model, self._optimizers)
+            self._follow()
         return self
 
     def __exit__(
@@ -82,3 +85,11 @@ class LocalSGD:
         """Sync, if the optimiser has made a step. Without `tokens`, a step counts the examples of the first loader."""
         if self.island.is_joined and self._accelerator.sync_gradients:
             self.finished = self.island.sync(tokens or self._examples, loss)
+            self._follow()
+
+    def _follow(self) -> None:
+        """Set the learning rates of the model's schedules to those of the run's clock. They count each process."""
+        for each in self._accelerator._schedulers:
+            if each.step_with_optimizer and any(one is own for one in each.optimizers for own in self._optimizers):
+                processes = 1 if each.split_batches else self._accelerator.num_processes
+                follow_clock(each.scheduler, self.island.step * processes)

@@ -145,7 +145,11 @@ class TrainerIsland:
         if is_signalled or not run.reason:
             run.leave()
         if not is_signalled:
-            run.final(self._final_seconds)
+            self.final()
+
+    def final(self, timeout: float | None = None) -> None:
+        """Give the model the run's parameters, as `final` of a script does. None waits for `final_seconds`."""
+        self._run.final(self._final_seconds if timeout is None else timeout)
 
     def _at_exit(self) -> None:
         """Leave a run whose trainer has not said that it ended, most often because of an exception."""

@@ -56,15 +56,38 @@ def test_one_import_makes_a_loop_an_island(url: str) -> None:
         torch.testing.assert_close(tensor.detach(), torch.from_numpy(merged[name]), rtol=0, atol=0)
 
 
+def test_prepared_schedules_follow_the_run(url: str) -> None:
+    accelerator, model, optimizer, data = prepared()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 - step / 50)
+    schedule, seen = accelerator.prepare(schedule), set()
+    archipelago.pytorch.create(url, "own", model, steps=50, sync=archipelago.SyncConfig(interval=4))
+    local: Any = LocalSGD(accelerator, model)
+    with served(url), local:
+        while not local.finished:
+            for batch in data:
+                accelerator.backward(model(**batch)["loss"])
+                optimizer.step()
+                schedule.step()
+                local.step()
+                seen.add((local.island.step, optimizer.param_groups[0]["lr"]))
+                if local.finished:
+                    break
+    assert max(seen)[0] == 50
+    assert all(rate == pytest.approx(0.01 * (1 - step / 50)) for step, rate in seen)
+
+
 def test_it_creates_a_run_if_it_knows_the_length(url: str) -> None:
     accelerator, model, optimizer, data = prepared()
     with failing(UnknownRunError, "broker.unknown-run"), LocalSGD(accelerator, model, 4):
         pass
-    with LocalSGD(accelerator, model, 4, enabled=False) as local:
+    local: Any = LocalSGD(accelerator, model, 4, enabled=False)
+    with local:
         trained(local, accelerator, model, optimizer, data)
     local = LocalSGD(accelerator, model, 12, steps=1000, final_seconds=0.1)
     with failing(BrokerError, "island.not-merged"), local:
         trained(local, accelerator, model, optimizer, data)
+    with served(url):
+        local.island.final(60.0)
     assert connect(url, "own").reader.manifest().config.sync.interval == 12
 
 
