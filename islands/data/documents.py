@@ -56,7 +56,7 @@ class Reading:
         if not self.limit:
             return f"{text}; the last tenth of the text is held out"
         what = "documents" if self.limit == LIMITS[0] else f"blocks of at most {self.limit >> 10} KiB"
-        return f"{text}; {self.held_out:,} of {self.documents:,} {what} are held out, by the hash of their bytes"
+        return f"{text}; {self.held_out:,} of {self.documents:,} {what} are held out"
 
 
 @dataclass(frozen=True)
