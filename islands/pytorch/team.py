@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,10 @@ class ProcessTeam(Team):
         dist.all_reduce(message, group=self._messages)
         found: list[int] = message.tolist()
         return found
+
+    def meet(self, seconds: float) -> None:
+        """Wait until all processes call this, for so long. Raises RuntimeError."""
+        dist.monitored_barrier(self._messages, timedelta(seconds=seconds), wait_all_ranks=True)
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the bytes of the leader. The others give as many."""

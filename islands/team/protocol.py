@@ -87,6 +87,9 @@ class Team(ABC):
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the bytes of the leader. The others give as many."""
 
+    def meet(self, seconds: float) -> None:  # noqa: B027 - JAX has no such limit
+        """Wait until all processes call this, for so long, where a framework can limit it. Raises RuntimeError."""
+
     # -- the protocol -------------------------------------------------------------------------------------------------
 
     @property

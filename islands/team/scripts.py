@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 NewTeam = Callable[[str], Team]
 #: What a framework raises if another process is gone.
 GONE = (RuntimeError, ValueError)
+#: How long processes that call `final` wait for each other, if its timeout is not longer.
+MEETING_SECONDS = 10.0
 
 
 def create_together(team: Team, create: Callable[[], bool], give: Callable[[int], object]) -> bool:
@@ -58,6 +60,19 @@ def create_together(team: Team, create: Callable[[], bool], give: Callable[[int]
 def told(said: Said, ended: str) -> Clock:
     """Return what a process asks after each step. `ended` says why it has left."""
     return Clock(ended or REASONS[said.finished], said.step, said.steps)
+
+
+def _meet(team: Team, timeout: float) -> None:
+    """Let all processes call `final` together. Raises ConfigError (`loop.not-together`) if one does not."""
+    seconds = max(timeout, MEETING_SECONDS)
+    try:
+        team.meet(seconds)
+    except GONE as error:
+        raise ConfigError(
+            f"not all processes of this island have called `final` within {seconds:g} s",
+            "Call it in every process, and not only in that of rank 0.",
+            code="loop.not-together",
+        ) from error
 
 
 def _join_call(run: str, evaluate: Evaluate | None) -> str:
@@ -139,6 +154,7 @@ class Leading(Session):
     def final(self, timeout: float = 60.0) -> Any:
         """Take the run's own parameters together with the others."""
         self._require_over()
+        _meet(self._team, timeout)
         try:
             found = super().final(timeout)
         except BaseException:
@@ -231,6 +247,7 @@ class Following(Joined):
     def final(self, timeout: float = 60.0) -> Any:
         """Leave, and take the run's own parameters with the leader. Raises ConfigError (`loop.leader-left`)."""
         self._require_over()
+        _meet(self._team, timeout)
         self.leave()
         if self._team.hear(partial(self._do, self._team)).has_left:
             raise leader_left()

@@ -163,7 +163,8 @@ class Session(Membership):
             The parameters in JAX. None in PyTorch, where the model has them.
 
         Raises:
-            ConfigError: This island still trains (`loop.left`), or another run has the name (`island.other-run`).
+            ConfigError: This island still trains (`loop.left`), another run has the name (`island.other-run`), or a
+                process of this island does not call it (`loop.not-together`, in PyTorch).
             BrokerError: The last rounds are not merged in time, as without a merger (`island.not-merged`), or Redis is
                 away. A later call may succeed.
         """

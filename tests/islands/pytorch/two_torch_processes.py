@@ -32,6 +32,7 @@ from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, own_piece
 from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
 from archipelago.islands.pytorch.team import ProcessTeam
+from archipelago.islands.team import scripts
 
 join: Any = archipelago.pytorch.join  # the scenarios look into what it returns
 SYNC = archipelago.SyncConfig(interval=8, fragments=3)
@@ -346,10 +347,16 @@ def replicated(url: str) -> dict[str, Any]:
             run.sync(tokens=8, loss=loss)
         clock = run.step, run.reason
     run.final()
+    scripts.MEETING_SECONDS = 0.1
+    if dist.get_rank() == 1:
+        dist.barrier()
+    alone = code(lambda: run.final(0.0))  # first in one process, then in the other
+    if dist.get_rank() == 0:
+        dist.barrier()
     found = {"values": list(model.parameters()), "moments": [each["exp_avg"] for each in optimizer.state.values()]}
     flat = {name: torch.cat([each.detach().float().reshape(-1) for each in found[name]]) for name in found}
     digests = {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
-    return {"step": clock, "evaluated": evaluated, **digests, "sums": weights(model)}
+    return {"step": clock, "alone": alone, "evaluated": evaluated, **digests, "sums": weights(model)}
 
 
 def noting(evaluated: list[float]) -> Callable[[Any], float]:
