@@ -70,7 +70,8 @@ $(READY): requirements.lock
 	@touch $@
 
 # PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without. The tests
-# train with transformers, Lightning, accelerate, TRL and peft, and run the scripts of docs/examples as they are. moto is the S3
+# train with transformers, Lightning, accelerate, TRL, peft and Tunix, and run the scripts of docs/examples as they are. Tunix asks for
+# many packages that its trainer does not import, so only those that it does are installed. moto is the S3
 # server of the tests; botocore is pinned because s3fs needs one of few versions. The last three check ops/deploy.
 $(TORCH): $(READY) Makefile
 	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
@@ -78,7 +79,9 @@ $(TORCH): $(READY) Makefile
 		equinox==0.13.8 grain==0.2.18 scikit-learn==1.9.1 \
 		s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 boto3==1.43.117 moto==5.2.5 py-partiql-parser==0.6.3 \
 		flask==3.1.3 flask-cors==6.0.5 \
-		kubernetes-validate==1.37.0 podman-compose==1.6.0 compose-spec==0.2.1; \
+		kubernetes-validate==1.37.0 podman-compose==1.6.0 compose-spec==0.2.1 && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps google-tunix==0.1.7 \
+		google-metrax==0.2.4 clu==0.0.12 perfetto==0.59.1 sentencepiece==0.2.3 pillow==13.0.0; \
 	then touch $@; else \
 		echo "warning: PyTorch cannot be installed, so its tests are skipped; in CI they fail" >&2; fi
 

@@ -108,6 +108,7 @@ EXAMPLES_THAT_TRAIN = [
     Example("train_fsdp.py", ("torch",), 4.5, TORCH, launcher=TORCHRUN),
     Example("train_equinox.py", ("equinox", "sklearn"), 0.5, frozenset({"layers.0.weight", "layers.2.bias"})),
     Example("train_grain.py", ("grain", "sklearn"), 0.5, frozenset({"params.layers_0.kernel"})),
+    Example("train_tunix.py", ("tunix",), 0.5, frozenset({"layers.0.kernel"})),
     Example("lora_torch.py", ("torch", "transformers", "peft"), 3.0, frozenset(), (9_728, 115_008)),
     Example("lora_jax.py", (), 0.5, frozenset({"lora.0.a", "lora.2.b"}), (1_104, 5_376)),
 ]
