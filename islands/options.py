@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import BATCH_FACTOR_MAX
 from archipelago.broker.errors import ConfigError, require_number
-from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
 from archipelago.broker.process import AwaitedRun, keep_compiled
 from archipelago.islands.mesh import parsed
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class IslandOptions(WorkerOptions, AwaitedRun):
+class IslandOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     """Join a run and train. An island needs only the Redis URL, and the run's name if that Redis has several runs."""
 
     name: str | None = None

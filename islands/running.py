@@ -1,6 +1,6 @@
 """Our worker is a script like any other: it joins, makes steps and syncs, and leaves.
 
-Around that it has an own checkpoint, evaluations, metrics for Prometheus and curves.
+Around that it has an own checkpoint, evaluations, probes and curves.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
-from archipelago.broker.observe.metrics import Health, family
+from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
@@ -31,8 +30,6 @@ from archipelago.islands.sync.evaluator import Evaluator
 from archipelago.islands.sync.membership import Membership
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.prepared import PreparedIsland
@@ -95,7 +92,7 @@ class WorkerRun(Membership):
         self._options, self._stopped, self._origin = options, stopped, origin
         self._standby, self._leader = standby, leader
         self._health = Health()
-        self._registry = options.registry(self._health)
+        options.answer_probes(self._health)
         self._state = ""
 
     def train(self) -> dict[str, object]:
@@ -161,8 +158,6 @@ class WorkerRun(Membership):
         island = self._prepared.island(
             name, self._incarnation, link, arrivals, self._options.scan_steps, lambda of, _: self._store.on_marker(of)
         )
-        if self._registry is not None:
-            self._registry.register(IslandCollector(island))
         island.pacer.step_seconds_min = self._options.step_seconds_min
         self._times.append(time.process_time())
         return island
@@ -249,39 +244,3 @@ def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
         "step_seconds": beat.step_seconds or math.nan,
         "staleness": beat.staleness,
     }
-
-
-@dataclass(frozen=True)
-class IslandCollector:
-    """Reads an island's state at each scrape; yields nothing before its first heartbeat."""
-
-    island: Island
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield one family for each metric."""
-        island = self.island
-        beat = island.link.heartbeats.newest
-        if beat is None:
-            return
-        unit = loss_unit(island.manifest.corpus)
-        since = island.link.clock() - island.link.uplink.arrived_at
-        labels = {"run": island.manifest.run, "island": beat.island}
-        for name, documentation, value in (
-            ("steps_total", "Inner steps made, including those before the island rejoined.", beat.steps),
-            ("tokens_total", "Tokens trained on, including those before the island rejoined.", beat.tokens),
-            ("tokens_per_second", "Training speed, moving average.", beat.tokens_per_second),
-            ("step_seconds", "Time of an inner step, moving average.", beat.step_seconds),
-            ("global_step", "Global step of the run, as the island knows it.", beat.global_step),
-            ("learning_rate", "Inner learning rate.", island.learning_rate),
-            ("loss", f"Training loss in {unit.name}, mean since the last contribution.", unit.from_nats(beat.loss)),
-            ("staleness_versions", "Newest version announced minus version held, mean over fragments.", beat.staleness),
-            ("backlog_contributions", "Contributions that wait to be sent.", beat.backlog),
-            ("sent_contributions_total", "Contributions that the broker has acknowledged.", beat.sent),
-            ("refused_contributions_total", "Contributions that the merger has refused.", beat.refused),
-            ("ignored_events_total", "Announcements that no merger of the run can have sent.", beat.ignored),
-            ("sent_bytes_total", "Payload bytes sent.", beat.bytes_up),
-            ("received_bytes_total", "Payload bytes received.", beat.bytes_down),
-            ("link_up", "1 while the broker answers, else 0.", float(not island.link.pumps.trouble)),
-            ("snapshot_age_seconds", "Time since the last snapshot arrived.", since if since < math.inf else math.nan),
-        ):
-            yield family(f"archipelago_island_{name}", documentation, labels, [(labels, value)])

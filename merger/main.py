@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import statistics
 import sys
+from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +19,12 @@ import tyro
 
 from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
-from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
+from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
+from archipelago.broker.messages import NOTE_MAX, REFUSED, Note, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
-from archipelago.broker.observe.merge_load import warn_of_few_syncs
-from archipelago.broker.observe.metrics import Health
-from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.observe.merge_load import ROUNDS_MAX, merge_load, warn_of_few_syncs
+from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
+from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import (
     AwaitedRun,
@@ -41,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class MergerOptions(WorkerOptions, AwaitedRun):
+class MergerOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     """Serve a run: merge what the islands send. It runs on the CPU.
 
     A second merger stands by, is listed in `status`, and takes over when the first one ends. Mergers end with status 0
@@ -85,7 +90,7 @@ def main(options: MergerOptions) -> int:
     require_number("--threads", options.threads, "Give a number, or leave it out.")
     require_role(options.invitation(), "merger")
     health = Health()
-    registry = options.registry(health)
+    options.answer_probes(health)
     awaited = options.patience(stopped)
     transport = awaited(options.connect)
     origin.run = transport.run
@@ -118,7 +123,6 @@ def main(options: MergerOptions) -> int:
     from archipelago.merger.serving import has_ended_here, merger_name
     from archipelago.merger.shards import serve_shards
     from archipelago.merger.spectra import by_xla
-    from archipelago.merger.telemetry import MergerCollector, RoundTelemetry
 
     shards = [manifest.of_shard(shard) for shard in range(manifest.shards)]
     telemetries = [RoundTelemetry(shard, curves) for shard in shards]
@@ -144,8 +148,6 @@ def main(options: MergerOptions) -> int:
             executor=in_background,
         )
         mergers.append(awaited(make))
-    if registry is not None:
-        registry.register(MergerCollector(list(zip(mergers, telemetries, strict=True))))
     curves.start()
 
     def phase() -> str:
@@ -184,6 +186,43 @@ def _merged(transport: ReaderTransport) -> int | None:
     except BrokerError as error:
         log.warning("cannot read how many contributions were merged: %s", error.what)
         return None
+
+
+# -- what a merger tells of its rounds --------------------------------------------------------------------------------
+
+
+def values(entry: TapeEntry, unit: LossUnit) -> Mapping[str, float]:
+    """Return the values that curves show of one round, with the loss in that unit."""
+    return {
+        "loss": unit.from_nats(entry.loss),
+        "contributions": len(entry.members),
+        "staleness": statistics.fmean([m.staleness for m in entry.members]) if entry.members else math.nan,
+        "gain": entry.gain,
+        "open_seconds": entry.open_seconds,
+        "grace_seconds": entry.grace_seconds,
+        "merge_seconds": entry.merge_seconds,
+        "spectra_seconds": entry.spectra_seconds,
+        "busy_seconds": entry.busy_seconds,
+    }
+
+
+class RoundTelemetry:
+    """Records each round that a merger commits. Pass `closed` as `on_round`."""
+
+    def __init__(self, manifest: Manifest, curves: CurveWriter) -> None:
+        """Begin with no round. `curves` gets a point for each."""
+        self._unit, self._interval, self._curves = loss_unit(manifest.corpus), manifest.config.sync.interval, curves
+        self._recent: deque[TapeEntry] = deque(maxlen=ROUNDS_MAX)
+        self._has_warned = False
+
+    def closed(self, entry: TapeEntry) -> None:
+        """Record a round that was committed. Warn once if rounds wait for the merger."""
+        self._curves.put(entry.round, values(entry, self._unit))
+        self._recent.append(entry)
+        load = merge_load(tuple(self._recent), self._interval)
+        if load is not None and load.is_slow and not self._has_warned:
+            self._has_warned = True
+            log.warning("%s %s", load.describe(), load.remedy, extra={"code": "merger.slow"})
 
 
 def entry() -> int:

@@ -45,7 +45,7 @@ FINISHED_SECONDS = 3.0
 
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
-OnRound = Callable[[TapeEntry, Snapshot], None]
+OnRound = Callable[[TapeEntry], None]
 
 
 class UnderWay(NamedTuple):
@@ -68,7 +68,7 @@ class Merger:
             compactions cover them.
         lease_seconds: How long the lease lasts unless it is renewed.
         wall: Seconds of the wall clock, for the tape and for notes.
-        on_round: Called with the tape entry and the snapshot after each commit.
+        on_round: Called with the tape entry after each commit.
         threads: The threads that change spectra; 0 for the default (`merger.spectra`).
         compiled: Returns what changes the spectra of large matrices (`Spectra`).
         restart_seconds: How long a restart may take to merge rounds again (`merger.committing`).
@@ -86,7 +86,7 @@ class Merger:
         checkpointer: Checkpointer | None = None,
         lease_seconds: float = LEASE_SECONDS,
         wall: Clock = time.time,
-        on_round: OnRound = lambda entry, snapshot: None,
+        on_round: OnRound = lambda entry: None,
         threads: int = 0,
         compiled: Callable[[], Power | None] = by_xla,
         restart_seconds: float = RESTART_SECONDS,
@@ -344,7 +344,7 @@ class Merger:
         if tape.steered:
             log.info("steered from round %s on: %s", tape.round, tape.steered)
             self.controls.note("steered", f"{tape.steered} from round {tape.round} on")
-        self.on_round(tape, snapshot)
+        self.on_round(tape)
         return now
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -1,13 +1,18 @@
-"""A whole run's metrics for Prometheus, read from Redis: the dashboard's `/metrics`."""
+"""A whole run's metrics for Prometheus, read from Redis: the dashboard's `/metrics`.
+
+A value that is not known (NaN) is left out, so an alert sees it as absent and no graph shows it as zero. Names and
+units follow https://prometheus.io/docs/practices/naming: base units, and `_total` for counters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from archipelago.broker.observe.metrics import family, new_registry
+from archipelago.ops.watch.advice import merge_loads
 from archipelago.ops.watch.run_view import RunView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -34,6 +39,7 @@ RUN = {
     "archipelago_run_grace_seconds": ("grace_seconds", "Grace window, mean over the recent rounds."),
     "archipelago_run_open_seconds": ("open_seconds", "Time that a round is open, mean over the recent rounds."),
     "archipelago_run_round_age_seconds": ("round_seconds", "Time since the last round closed."),
+    "archipelago_run_lacks_merger": ("lacks_merger", "1 while no merger serves a run that needs one, else 0."),
     "archipelago_run_loss": ("loss", f"Training loss in {_UNIT}, mean of the last round of each fragment."),
     "archipelago_run_held_out_loss": ("held_out_last", f"Held-out loss in {_UNIT}, newest evaluation."),
     "archipelago_run_merged_tokens_total": ("tokens_merged", "Tokens merged into every fragment."),
@@ -50,6 +56,13 @@ COUNTERS = {
     "archipelago_run_refused_contributions_total": ("refused", "Contributions refused."),
 }
 
+#: Maps a metric's name to the attribute of `MergeLoad` and its documentation: that of the busiest shard.
+LOAD = {
+    "archipelago_run_merger_busy_ratio": ("busy", "Share of the time in which the merger did not wait for work."),
+    "archipelago_run_merger_spectra_ratio": ("spectra", "Share of the time in which it changed spectra of matrices."),
+    "archipelago_run_merger_stretch_ratio": ("stretch", "Steps of a round's largest contribution over the interval."),
+}
+
 #: Maps a metric's name to the attribute of `IslandView` and its documentation. The labels are `run` and `island`.
 RUN_ISLAND = {
     "archipelago_run_island_live": ("live", "1 if the island sent a heartbeat lately and has not left, else 0."),
@@ -60,6 +73,7 @@ RUN_ISLAND = {
     "archipelago_run_island_steps_total": ("steps", "Inner steps made."),
     "archipelago_run_island_tokens_total": ("tokens", "Tokens trained on."),
     "archipelago_run_island_tokens_per_second": ("tokens_per_second", "Training speed."),
+    "archipelago_run_island_step_seconds": ("step_seconds", "Time of an inner step, moving average."),
     "archipelago_run_island_loss": ("loss", f"Training loss in {_UNIT}."),
     "archipelago_run_island_staleness_versions": ("staleness", "Versions it is behind, mean over fragments."),
     "archipelago_run_island_backlog_contributions": ("backlog", "Contributions that wait to be sent."),
@@ -81,16 +95,31 @@ class RunCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each metric."""
         view, labels = self._view, {"run": self._view.run}
-        for table, source in ((RUN, view), (COUNTERS, view.counters)):
+        load = max((load for _, load in merge_loads(view)), key=lambda each: each.busy, default=None)
+        for table, source in ((RUN, view), (COUNTERS, view.counters), (LOAD, load)):
             for name, (attribute, documentation) in table.items():
-                yield family(name, documentation, labels, [(labels, getattr(source, attribute))])
+                value = math.nan if source is None else getattr(source, attribute)
+                yield family(name, documentation, labels, [(labels, value)])
         for name, (attribute, documentation) in RUN_ISLAND.items():
             samples = [(labels | {"island": island.name}, getattr(island, attribute)) for island in view.islands]
             yield family(name, documentation, [*labels, "island"], samples)
 
 
+def family(
+    name: str, documentation: str, labels: Iterable[str], samples: Iterable[tuple[Mapping[str, str], float]]
+) -> Metric:
+    """Return a counter (if the name ends with `_total`) or a gauge with these samples, without those that are NaN."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    out = kind(name, documentation, labels=list(labels))
+    for values, number in samples:
+        if not math.isnan(number):
+            out.add_metric(list(values.values()), float(number))
+    return out
+
+
 def render(view: RunView) -> bytes:
     """Return the run's metrics in Prometheus' text format (`CONTENT_TYPE`)."""
-    registry = new_registry()
+    disable_created_metrics()  # type: ignore[no-untyped-call] # these series would double the size of each scrape
+    registry = CollectorRegistry(auto_describe=False)
     registry.register(RunCollector(view))
     return generate_latest(registry)

@@ -59,7 +59,7 @@ done
 page() { python3 -c 'import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read().decode().strip())' "$1" 2> /dev/null; }
 for worker in merger island; do
 	at=$(port)
-	here "${common[@]}" "$worker" --stopped-status 75 --metrics-port "$at" 2> "$work/$worker.log" & workers+=($!)
+	here "${common[@]}" "$worker" --stopped-status 75 --probe-port "$at" 2> "$work/$worker.log" & workers+=($!)
 	for ((i = 0; i < 600; i++)); do page "http://127.0.0.1:$at/readyz" && break || sleep 1; done
 	[ "$i" -lt 600 ] || { cat "$work/$worker.log" >&2; exit 1; }
 done

@@ -98,14 +98,14 @@ class LocalRun:
         self.standbys = IslandStandbys(options.standbys, argv, environment, folder / "logs", devices)
         where = ["--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
         where += ["--spectra", options.spectra]
-        self.merger = self._child("merger", ["-m", "archipelago.merger", "--resume", *where, *options.flags(0)])
+        self.merger = self._child("merger", ["-m", "archipelago.merger", "--resume", *where, *options.flags()])
         self.merger.niceness = NICENESS if self.shares else 0
         self.islands = []
         for number in range(count):
             name = island_name(number)
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
             where += ["--evaluate-every", str(options.evaluate_every)]
-            island = self._child(name, [*ISLAND, *where, *what, *options.flags(number + 1)])
+            island = self._child(name, [*ISLAND, *where, *what, *options.flags()])
             island.environment = {**island.environment, **(devices[number] if devices else {})}
             island.niceness, island.stand_in = 0 if devices else NICENESS, self.standbys.stand_in
             self.islands.append(island)

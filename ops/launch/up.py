@@ -18,7 +18,6 @@ from archipelago.broker.errors import ConfigError, UnknownRunError, require_numb
 from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.invitation import ADMIN, Invitation
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.observe import metrics
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
@@ -83,8 +82,6 @@ class UpOptions(WorkerOptions):
     """The seconds between two evaluations on held-out text, by one of the islands. 0 evaluates at the end only."""
     one_process: bool = True
     """Afterwards train one process on as many tokens, for comparison."""
-    metrics_port: int | None = None
-    """Serve Prometheus metrics: the merger's at http://HOST:PORT/metrics, each island's at the next port."""
     task: str | None = None
     """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/tasks.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
@@ -162,13 +159,6 @@ def require_sensible(options: UpOptions) -> None:
     require_number("--checkpoint-every", options.checkpoint_every, remedy)
     remedy = "Give a number of seconds such as 15, or 0 to evaluate at the end only."
     require_number("--evaluate-every", options.evaluate_every, remedy)
-    last = metrics.PORT_MAX - options.islands  # Each island takes a port after the merger's.
-    if options.metrics_port is not None:
-        require_number("--metrics-port", options.metrics_port, f"Choose 0 to {last}.", most=last)
-    if options.metrics_port:
-        metrics.require_free(
-            options.metrics_host, range(options.metrics_port, options.metrics_port + options.islands + 1)
-        )
 
 
 def _require_openable(options: UpOptions) -> None:

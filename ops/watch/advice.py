@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from archipelago.broker.messages import TapeEntry
-from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, merge_load
+from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, MergeLoad, merge_load
 from archipelago.broker.shards.reader import numbered
 from archipelago.ops.watch.events import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -163,9 +163,8 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
             if view.live else "Start an island.", status.still_seconds,
         )  # fmt: skip
     is_merging = view.live and not stalls and not view.control.is_paused and not view.lacks_merger
-    for where, entries in _by_shard(view):
-        load = merge_load(entries, view.interval)
-        if load is not None and load.is_slow and is_merging:
+    for where, load in merge_loads(view):
+        if load.is_slow and is_merging:
             yield Problem("merger.slow", "warn", "merger", f"{where}{load.describe()}", load.remedy)
     for name, why in view.control.faults.items():
         yield Problem(
@@ -181,12 +180,12 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _by_shard(view: RunView) -> Iterator[tuple[str, Sequence[TapeEntry]]]:
-    """Yield the rounds of each shard, with the words that name the shard; of a run with one shard, all rounds."""
-    if not view.shards:
-        yield "", view.tape
-    for shard, fragments in enumerate(view.shards):
-        yield f"Shard {shard}: ", [entry for entry in view.tape if entry.fragment in fragments]
+def merge_loads(view: RunView) -> Iterator[tuple[str, MergeLoad]]:
+    """Yield the load of the merger of each shard that is known, with words that name the shard if there are several."""
+    for shard, fragments in enumerate(view.shards or [range(view.fragments)]):
+        entries = [entry for entry in view.tape if entry.fragment in fragments]
+        if (load := merge_load(entries, view.interval)) is not None:
+            yield f"Shard {shard}: " if view.shards else "", load
 
 
 def _unreachable_shards(view: RunView) -> Iterator[Problem]:

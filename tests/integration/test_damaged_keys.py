@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import BrokerError, UnknownRunError, WireError
-from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.messages import TapeEntry
 from archipelago.broker.redis import chunks
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -125,7 +125,7 @@ class DamagedRun(CreatedRun):
             transport, self.clock, "merger", live_poll_seconds=0.0, checkpointer=checkpointer, on_round=self._on_round
         )
 
-    def _on_round(self, entry: TapeEntry, snapshot: Snapshot) -> None:
+    def _on_round(self, entry: TapeEntry) -> None:
         self.digests[entry.round] = entry.digest
 
     def _go_back(self) -> None:

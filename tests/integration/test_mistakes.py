@@ -75,7 +75,7 @@ MISTAKES = [
     ("island RUNS --name a/b", "config.name"),
     ("island RUNS --scan-steps=-1", "config.value"),
     ("island RUNS --wait-seconds=-1", "config.value"),
-    ("island RUNS --metrics-port TAKEN", "config.value"),
+    ("island RUNS --probe-port TAKEN", "config.value"),
     ("island RUNS --evaluate-every nan", "config.value"),
     ("merger RUNS --lease-seconds inf", "config.value"),
     ("merger RUNS --keep 0", "config.value"),
@@ -83,7 +83,6 @@ MISTAKES = [
     # everything at once
     ("up NEW --islands 0", "config.value"),
     ("up NEW --standbys 65", "config.value"),
-    ("up NEW --metrics-port TAKEN", "config.value"),
     ("up NEW --folder s3://bucket/runs", "file.url"),
     ("up NEW --folder text", "file.no-folder"),
     ("up NEW --bucket s4://bucket/runs", "bucket.scheme"),
@@ -94,7 +93,6 @@ MISTAKES = [
     ("chaos --islands 0", "config.value"),
     ("chaos --standbys 65", "config.value"),
     ("up NEW --mesh rows=2", "config.value"),
-    ("up NEW --islands 3 --metrics-port 65534", "config.value"),
     ("up NEW --host hub", "config.value"),
     ("bench parity --islands 0", "config.value"),
     ("bench parity --slow 0.5", "config.value"),
@@ -249,7 +247,7 @@ def test_a_command_that_cannot_be_parsed_says_where_help_is(place: Place, capsys
 @pytest.mark.processes
 def test_a_real_process_ends_without_a_traceback(place: Place, tmp_path: Path) -> None:
     processes = Processes(tmp_path)
-    for line in ("trian", "status AWAY", "up NEW --metrics-port TAKEN"):
+    for line in ("trian", "status AWAY", "island RUNS --probe-port TAKEN"):
         process = processes.start(*place.args(line))
         said = processes.ended(process, status=2) + processes.said(process)
         assert "hidden" not in said, line

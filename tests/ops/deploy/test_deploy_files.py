@@ -16,7 +16,7 @@ import redis
 import yaml
 
 from archipelago.broker.machine import free_port
-from archipelago.broker.observe.metrics import ALIVE, READY
+from archipelago.broker.observe.probes import ALIVE, READY
 from archipelago.broker.process import LEAVE_SECONDS, OUTAGE
 from archipelago.islands.sync.leaving import FAREWELL_SECONDS, FLUSH_SECONDS
 from archipelago.ops.launch.embedded_redis import find_program
@@ -116,7 +116,7 @@ def test_probes_ask_for_pages_that_workers_serve() -> None:
             assert probes["livenessProbe"] == ALIVE
             assert probes["startupProbe"] == READY
             port = container["ports"][0]["containerPort"]
-            assert f"--metrics-port={port}" in container["args"]
+            assert f"--probe-port={port}" in container["args"]
     compose = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
     assert f"http://127.0.0.1:9310{ALIVE}" in compose
 
