@@ -33,27 +33,6 @@ from archipelago.ops.experiments.trial import CurvePoint, Progress, Trial
 from archipelago.ops.experiments.virtual_time import ChangedTransport, VirtualRun, are_slow, paces
 
 
-class LockstepRun(VirtualRun):
-    """A run whose islands take each step together, and adopt at the same step boundary what they have sent there.
-
-    No real run can do this. Compared with a `VirtualRun`, it shows what it costs that snapshots come later. All islands
-    must be equally fast.
-    """
-
-    def play_one(self) -> None:
-        """Let all islands pass their step boundary, merge what they have sent, and let them adopt it and train on."""
-        self.clock.now = self._agenda[0][0]
-        self._agenda.clear()  # all of it happens now
-        for island in list(self.islands.values()):
-            if island.reason:
-                self.remove_island(island.name, farewell=True)
-        self._act_once()
-        self.turn()
-        self._act_once()
-        for island in self.islands.values():
-            self._train(island)
-
-
 class HostileRun(VirtualRun):
     """A run in which hostile islands replace what they send. `attacks` names the attack of each, by its name."""
 
@@ -73,14 +52,11 @@ class HostileRun(VirtualRun):
 
 
 def islands(work: Workload, trial: Trial, progress: Progress) -> VirtualRun:
-    """Play a run of islands to its end, without failing chips, and report each evaluation. Return the finished run.
+    """Play a run of islands to its end, and report each evaluation. Return the finished run.
 
     The trial says how many islands there are, and which of them are slow, late, hostile, or read other text.
     """
     count = trial.islands
-    if trial.lockstep:
-        run: VirtualRun = LockstepRun(work, [1.0] * count)
-        return play(run, scoring(work), progress)
     seconds = paces(count, trial.slow, trial.slowed)
     on_the_way = [trial.sending * is_slow for is_slow in are_slow(count, trial.slowed)]
     # The slowest islands have seen what the others send before they answer a round.

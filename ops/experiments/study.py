@@ -15,7 +15,6 @@ A TOML file names trials as grids, and a file beside it holds the results, one J
     hostile = 0                         # how many islands are hostile
     attack = "flip"                     # what they do, see ops/experiments/island_runs.py
     apart = false                       # each island reads a part of the text of its own
-    lockstep = false                    # all islands step at once, and adopt at once what they have sent
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting
 
@@ -233,19 +232,10 @@ def append(path: Path, record: Record) -> None:
 def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record]) -> int:
     """Run the trials that are not in `known`, and append each result to `FOLDER/NAME.jsonl` when it arrives.
 
-    Trials with `chips` are left out. Raise ConfigError if no others are due.
-
     Returns:
         The number of trials that ran.
     """
-    rest = [trial for trial in study.trials if trial.key not in known]
-    due = [trial for trial in rest if not trial.chips]
-    if rest and not due:
-        raise ConfigError(
-            "islands of a study no longer fail as on a tape of `chips`, and only old results have it",
-            "Leave chips out. `archipelago simulate plan` predicts failures, and `archipelago chaos` makes real ones.",
-            code="study.trial",
-        )
+    due = [trial for trial in study.trials if trial.key not in known]
     say(f"{study.name}: {len(study.trials)} trials, {len(due)} to run")
     began, done = time.monotonic(), 0
     varied = [name for name in varying([trial.named_values for trial in study.trials]) if name != "islands"]

@@ -50,12 +50,10 @@ class Trial:
         islands: The number of islands M, or of workers.
         slow: How many times longer the steps of the last `slowed` islands take.
         slowed: How many islands are slow.
-        chips: Islands failed as on a simulated tape of this many chips. Only records of earlier versions have this.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
         hostile: How many of the islands are hostile.
         attack: What they do, one of ATTACKS.
         apart: Each island reads a part of the text of its own.
-        lockstep: All islands step at once, and adopt at the same step boundary what they have sent (`LockstepRun`).
         seed: The seed of the run.
         settings: Pairs of a dotted name and a value, sorted by name.
     """
@@ -64,12 +62,10 @@ class Trial:
     islands: int = 4
     slow: float = 1.0
     slowed: int = 1
-    chips: float = 0.0
     sending: float = 0.0
     hostile: int = 0
     attack: str = ""
     apart: bool = False
-    lockstep: bool = False
     seed: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -88,7 +84,6 @@ class Trial:
         return replace(
             asked,
             slowed=asked.slowed if slow > 1.0 or sending else 1,
-            chips=float(asked.chips),
             sending=sending,
             attack=asked.attack if asked.hostile else "",
         )
@@ -105,14 +100,13 @@ class Trial:
             and 0.0 <= self.sending < math.inf
             and 0 <= self.hostile < self.islands
             and (not self.hostile or self.attack in ATTACKS)
-            and not (self.lockstep and (self.slow > 1.0 or self.sending or self.hostile or self.apart))
         )
         if not is_possible:
             asked = {name: getattr(self, name) for name in OWN if getattr(self, name) != OWN[name]}
             raise ConfigError(
                 f"a study cannot have a trial of {asked}",
                 f"The kinds are {', '.join(KINDS)}. Of 1 to {ISLANDS_MAX} islands, one is not slow, one not hostile; "
-                f"attacks are {', '.join(ATTACKS)}. In lockstep, none is slow, late, hostile or apart.",
+                f"attacks are {', '.join(ATTACKS)}.",
                 code="study.trial",
             )
 

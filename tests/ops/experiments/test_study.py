@@ -63,18 +63,6 @@ def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
             studies.load(folder, "wrong")
 
 
-def test_only_old_results_have_islands_that_fail_on_a_tape(folder: Path, measured: list[Trial]) -> None:
-    (folder / "rates.toml").write_text("[[grid]]\nchips = 1e6", encoding="utf-8")
-    study = studies.load(folder, "rates")
-    with failing(ConfigError, "study.trial"):
-        run_rest(study, folder)
-    assert studies.run(study, folder, 1, {study.trials[0].key: record_of(study.trials[0])}) == 0
-    (folder / "rates.toml").write_text("[[grid]]\nchips = [1e6, 0.0]", encoding="utf-8")
-    study = studies.load(folder, "rates")
-    assert run_rest(study, folder) == 1
-    assert measured == [study.trials[1]], "the others run"
-
-
 def test_the_shipped_studies_can_be_loaded() -> None:
     for name in studies.names(SHIPPED):
         study = studies.load(SHIPPED, name)

@@ -64,7 +64,6 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
         {"islands": "4"},
         {"slow": 3.0, "slowed": 0},
         {"slow": 3.0, "slowed": 4},
-        {"slow": 3.0, "lockstep": True},
         {"hostile": 1, "attack": "none"},
         {"hostile": 4, "attack": "flip"},
         {"hostile": -1, "attack": "flip"},
@@ -72,7 +71,6 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
     for values in wrong:
         with failing(ConfigError, "study.trial"):
             Trial.of({}, **values)
-    assert not Trial.of({}, kind="parallel", lockstep=True).lockstep
 
 
 def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
@@ -91,13 +89,11 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
 
 
 @pytest.mark.full
-def test_late_contributions_are_merged_stale_and_none_in_lockstep() -> None:
+def test_late_contributions_are_merged_stale() -> None:
     work = task_work().changed(merge=MergeConfig("average", "average"))
     points: list[CurvePoint] = []
-    how: tuple[dict[str, Any], ...] = ({"sending": 9.0}, {"lockstep": True})
-    late, together = (figures(islands(work, Trial.of({}, islands=3, **each), points.append)) for each in how)
+    late = figures(islands(work, Trial.of({}, islands=3, sending=9.0), points.append))
     assert late["staleness_max"] >= 2, "more than an interval passes"
-    assert (together["staleness_max"], together["per_round"]) == (0, 3.0), "islands adopt at once what they send"
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
