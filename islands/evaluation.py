@@ -18,8 +18,8 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.transport import ReaderTransport
+from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.ranges import held_out
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.sync.evaluator import Measures, newest_merged

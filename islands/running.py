@@ -23,11 +23,11 @@ from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
-from archipelago.islands.sync.arguments import island_name
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import Evaluator
 from archipelago.islands.sync.membership import Membership
+from archipelago.islands.sync.script import island_name
 
 if TYPE_CHECKING:
     from archipelago.broker.transport import IslandTransport

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.wire import Body
-from archipelago.merger.groups import Group
 from archipelago.merger.spectra import Power, Spectra, with_power
+from archipelago.merger.weights import Group
 
 #: The pytree of arrays that a rule keeps for one tensor.
 Accumulator = Any

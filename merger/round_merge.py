@@ -31,13 +31,12 @@ from archipelago.broker.messages import Contribution, RoundMember, TapeEntry
 from archipelago.broker.wire import Body, encoded, is_digest, unpack_encoded
 from archipelago.merger import claims, merge_rules, outer, weights
 from archipelago.merger.claims import SeenWork
-from archipelago.merger.groups import Group, groups
 from archipelago.merger.outer import OuterOptimizer, Round, publish
 from archipelago.merger.rounds import Close
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Spectra
 from archipelago.merger.state import FragmentState, RunState
-from archipelago.merger.weights import Norms, RunningMean
+from archipelago.merger.weights import Group, Norms, RunningMean, groups
 
 Vector = jax.Array | NDArray[np.float32]
 

@@ -1,4 +1,4 @@
-"""Weights: the share of each contribution in a round, the gain of the round, and the norm limit for clipping.
+"""Weights: the share of each contribution in a round, the gain of the round, the norm limit for clipping, and rules.
 
 A contribution weighs `tokens · (tokens / steps) · s(staleness)`: Decoupled DiLoCo (arXiv 2604.21428), Algorithm 2,
 times a staleness factor s. Within a round only the ratios matter (`shares`). Across rounds, s alone would slow a run
@@ -9,6 +9,8 @@ An island cannot raise its weight by what it says of itself: its steps and token
 A contribution is clipped to a multiple of the usual norm, so that one outlier cannot derail the run. Norms are divided
 by the length of the path behind them, which is learning rate times steps. The first contributions of a run cover a few
 steps at the start of the warm-up, and their norms alone would be far too small a measure for later ones.
+
+A group is the rule by which a tensor of a fragment is merged, and in which blocks. No JAX.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from archipelago.broker.config import MergeConfig, RunConfig
+from archipelago.broker.manifest import Tensor
 from archipelago.merger.scores import Sent, short
+from archipelago.merger.spectra import Matrix, operations
 
 #: Decay per round of the running mean of s, which remembers about twenty rounds.
 RUNNING_DECAY = 0.95
@@ -194,3 +200,71 @@ def limit(norms: Norms, multiple: float) -> float:
         return math.inf
     usual = median(norms)
     return multiple * usual if usual > 0.0 else math.inf
+
+
+@dataclass(frozen=True)
+class Group:
+    """One tensor in the fragment's vector.
+
+    Attributes:
+        start: Its first element.
+        length: The number of its elements.
+        rule: The name of its merge rule.
+        shape: Its shape. Only matrices, and stacks of them along the leading axes, have a spectrum.
+        exponent: The power of the singular values that `isotropic` leaves, 0 or ½.
+        blocks: Into how many blocks `isotropic` cuts the shorter side of each matrix. Each block is merged as a matrix
+            of its own, and keeps its norm.
+    """
+
+    start: int
+    length: int
+    rule: str
+    shape: tuple[int, ...] = ()
+    exponent: float = 0.0
+    blocks: int = 1
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.start + self.length
+
+    @property
+    def changes_spectrum(self) -> bool:
+        """Whether `isotropic` differs from `rda` for this tensor. Vectors, rows and columns have one singular value."""
+        return self.rule == "isotropic" and len(self.shape) > 1 and min(self.shape[-2:]) > 1
+
+    @property
+    def operations(self) -> float:
+        """The floating-point operations of changing the spectra of all blocks."""
+        *stack, rows, columns = self.shape
+        side, length = sorted((rows, columns))
+        sides = [len(part) for part in np.array_split(range(side), self.blocks)]
+        return math.prod(stack) * sum(operations((part, length), self.exponent) for part in sides)
+
+    def matrices(self, fragment_N: Matrix) -> list[Matrix]:
+        """Return the blocks as views of a fragment's vector."""
+        *_, rows, columns = self.shape
+        stack = fragment_N[self.start : self.end].reshape(-1, rows, columns)
+        return [part_RC for each_RC in stack for part_RC in np.array_split(each_RC, self.blocks, int(rows > columns))]
+
+
+def groups(layout: Sequence[tuple[Tensor, int]], config: MergeConfig) -> tuple[Group, ...]:
+    """Return the tensors of one fragment in order, from its row of `Manifest.layout`. Empty tensors are left out."""
+    return tuple(_group(tensor, offset, config) for tensor, offset in layout if tensor.size)
+
+
+def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
+    is_embedding = tensor.kind == "embedding"
+    rule, exponent = (
+        (config.embedding, config.embedding_exponent) if is_embedding else (config.rest, config.rest_exponent)
+    )
+    if rule != "isotropic":  # then the shape decides nothing, and equal groups share a program
+        return Group(offset, tensor.size, rule)
+    blocks = math.ceil(min(tensor.shape[-2:], default=1) / config.isotropic_side_max)
+    return Group(offset, tensor.size, rule, tensor.shape, exponent, blocks if len(tensor.shape) > 1 else 1)
+
+
+def cycle_work(tensors: Sequence[Tensor], config: MergeConfig) -> tuple[float, int]:
+    """Return the floating-point operations and the elements of all spectra of a cycle: each fragment is merged once."""
+    changed = [group for group in groups([(tensor, 0) for tensor in tensors], config) if group.changes_spectrum]
+    return sum(group.operations for group in changed), sum(group.length for group in changed)

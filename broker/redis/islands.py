@@ -16,8 +16,8 @@ from archipelago.broker.ranges import ReadPosition, choose, holder_in
 from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.connection import ATTEMPTS, DisturbedError
 from archipelago.broker.redis.keys import HANDOVER, is_name
-from archipelago.broker.redis.names import REMEMBER_SECONDS
 from archipelago.broker.redis.reader import RedisReader
+from archipelago.broker.redis.updates import REMEMBER_SECONDS
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Around
 

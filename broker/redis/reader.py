@@ -27,7 +27,6 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.keys import is_name
-from archipelago.broker.redis.names import EVALUATIONS_KEPT, ISLANDS_MAX, REMEMBER_SECONDS
 from archipelago.broker.redis.replies import (
     count_in,
     counts_in,
@@ -37,7 +36,7 @@ from archipelago.broker.redis.replies import (
     state_in,
 )
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.redis.updates import EVALUATIONS_KEPT, ISLANDS_MAX, REMEMBER_SECONDS, UpdatesStreams
 from archipelago.broker.signing import MERGER, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import (
     NOTES_EACH,

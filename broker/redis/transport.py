@@ -17,18 +17,16 @@ from archipelago.broker.messages import Contribution, Snapshot, to_fields
 from archipelago.broker.redis.administration import KnownMembers, MemberRecords, signing_of
 from archipelago.broker.redis.chunks import ORPHAN_SECONDS, ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
-from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import RedisIsland, chunks_name
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import RedisMerger
-from archipelago.broker.redis.names import EVALUATIONS_KEPT, IslandNames
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import epoch_in, epoch_mark, state_fields
 from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
-from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.redis.stored_run import Compactions, StoredRun
+from archipelago.broker.redis.updates import EVALUATIONS_KEPT, IslandNames, UpdatesStreams
 from archipelago.broker.signing import EPOCHS_SKIPPED
 
 

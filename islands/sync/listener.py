@@ -16,8 +16,7 @@ from archipelago.broker.control import run_steps
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.shards.transport import shards_of, whole
 from archipelago.broker.transport import IslandTransport, Transport
-from archipelago.islands.sync.connection.checks import require_same_run
-from archipelago.islands.sync.connection.downloads import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival, require_same_run
 from archipelago.islands.sync.connection.inbox import Inbox
 from archipelago.islands.sync.connection.link import BLOCK_SECONDS
 from archipelago.islands.sync.connection.outbox import Outbox

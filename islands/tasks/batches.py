@@ -16,8 +16,7 @@ import numpy as np
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.ranges import RANGES_MAX, ReadPosition
-from archipelago.islands.data.batches import RangeReading, Shard, Supply
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import RangeReading, Shard, Supply, range_order
 from archipelago.islands.tasks.task import NamedTask
 
 #: The kinds of numpy dtypes that are not numbers: objects, texts and times. Records are not numbers either.

@@ -15,9 +15,8 @@ from archipelago.broker.config import BYTES, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.messages import Snapshot
-from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.data.ranges import range_order
 from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.inner import require_divisible
 from archipelago.islands.models.interface import Params

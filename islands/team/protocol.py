@@ -44,7 +44,7 @@ class Said(NamedTuple):
 
     Attributes:
         has_left: The exit status of a leader that has left because of an error; else 0.
-        finished: Why to stop, as a place in `sync.clock.REASONS`; 0 to go on.
+        finished: Why to stop, as a place in `sync.script.REASONS`; 0 to go on.
         stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
         step: The run's clock.
         steps: The run's length.

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.sync.clock import REASONS, Clock, Joined
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
+from archipelago.islands.sync.script import REASONS, Clock, Joined
 from archipelago.islands.team.protocol import Said, Team, Work, leader_left
 from archipelago.islands.user_loop.held_out import Evaluate, checked_loss, require_evaluate
 from archipelago.islands.user_loop.session import Session

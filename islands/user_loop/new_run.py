@@ -30,7 +30,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create, require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.broker.wire import digest, pack
-from archipelago.islands.sync.connection.checks import require_no_islands
+from archipelago.islands.sync.connection.downloads import require_no_islands
 from archipelago.islands.user_loop.tensors import require_same_tensors
 
 log = logging.getLogger(__name__)

@@ -18,14 +18,13 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.adoption import AnyReplica
-from archipelago.islands.sync.arguments import island_name
-from archipelago.islands.sync.connection.checks import require_same_run
-from archipelago.islands.sync.connection.downloads import Arrival
+from archipelago.islands.sync.connection.downloads import Arrival, require_same_run
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import MERGED_SECONDS, Evaluator
 from archipelago.islands.sync.membership import Membership
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
+from archipelago.islands.sync.script import island_name
 from archipelago.islands.user_loop.held_out import Evaluate, LoopEvaluator, checked_loss, require_evaluate
 from archipelago.islands.user_loop.tensors import require_same_tensors
 

@@ -23,8 +23,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
 from archipelago.islands.computation import Computation
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island

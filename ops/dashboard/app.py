@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from archipelago.broker.control import CHECKPOINT, checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.boards import Boards
-from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, to_json
+from archipelago.ops.dashboard.page_data import FILES, PAGE, Boards, chart_library, to_json
 from archipelago.ops.watch.state_line import state_line
 
 BODY_BYTES_MAX = 1 << 16

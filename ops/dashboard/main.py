@@ -18,7 +18,7 @@ from urllib.parse import quote
 from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
 from archipelago.broker.machine import require_extra
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, print_json, stop_on_signals
-from archipelago.ops.dashboard.boards import Boards
+from archipelago.ops.dashboard.page_data import Boards
 from archipelago.ops.run_source import RUNS, RunSource, address_of, shown
 from archipelago.ops.settings import say
 from archipelago.ops.watch.run_list import all_runs

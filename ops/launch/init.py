@@ -27,7 +27,7 @@ from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.sync.connection.checks import require_no_islands as require_no_islands
+from archipelago.islands.sync.connection.downloads import require_no_islands as require_no_islands
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
@@ -156,9 +156,8 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
         ConfigError: The model is not known.
         DataError: The corpus is missing or too small, or the weights do not fit the model.
     """
-    from archipelago.islands.data.batches import Batches
+    from archipelago.islands.data.batches import Batches, held_out
     from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.data.ranges import held_out
     from archipelago.islands.tasks.ours import fitted
 
     corpus = open_corpus(config.data.corpus)

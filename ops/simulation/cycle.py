@@ -17,7 +17,7 @@ from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import has_momentum, merger_parts, redis_parts
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.merger.groups import cycle_work
+from archipelago.merger.weights import cycle_work
 from archipelago.ops.watch.formatting import seconds_text
 
 # Processor time on the machine of docs/results/performance.md, with the time for new memory, measured by

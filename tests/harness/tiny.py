@@ -14,8 +14,7 @@ import numpy as np
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.computation import Computation
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import Model, Params
 from archipelago.islands.sync.leaving import leave

@@ -18,8 +18,7 @@ from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, Run
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import IslandTransport, ReaderClient
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import NamedTask, Task

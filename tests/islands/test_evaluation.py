@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from archipelago.broker.config import DataConfig
+from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus, Splits
-from archipelago.islands.data.ranges import held_out
 from archipelago.islands.evaluation import (
     Evaluate,
     assemble,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.computation import Computation
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island

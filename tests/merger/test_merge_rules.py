@@ -16,8 +16,8 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.groups import Group, groups
 from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX
+from archipelago.merger.weights import Group, groups
 
 Vector = NDArray[np.float32]
 LAYOUT = ((Tensor("bias", (3,)), 0), (Tensor("embed", (4, 2), "embedding"), 3), (Tensor("kernel", (3, 2, 2)), 11))

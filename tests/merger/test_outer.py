@@ -22,8 +22,8 @@ from archipelago.broker.full_state import joined, separated
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import digest, encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.groups import groups
 from archipelago.merger.outer import OUTER, OuterOptimizer, Round, build, named, of_named
+from archipelago.merger.weights import groups
 
 Vector = NDArray[np.float32]
 RULES = ["scheduled", "nesterov", "sgd"]

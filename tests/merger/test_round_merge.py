@@ -16,11 +16,10 @@ from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
 from archipelago.merger.claims import SeenWork
 from archipelago.merger.committing import mean_loss
-from archipelago.merger.groups import Group
 from archipelago.merger.merge_rules import norms
 from archipelago.merger.round_merge import Addend, MergedRound, merge_round, new_state
 from archipelago.merger.state import FragmentState
-from archipelago.merger.weights import RunningMean
+from archipelago.merger.weights import Group, RunningMean
 from tests import samples
 
 MERGE = MergeConfig(staleness="polynomial", normalise=True, clip=3.0)

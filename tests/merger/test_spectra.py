@@ -22,7 +22,6 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules, spectra
-from archipelago.merger.groups import Group, cycle_work
 from archipelago.merger.spectra import (
     FLOOR,
     Factor,
@@ -33,6 +32,7 @@ from archipelago.merger.spectra import (
     operations,
     with_power,
 )
+from archipelago.merger.weights import Group, cycle_work
 from archipelago.merger.xla_spectra import compared, has_same_bits, on_device
 from tests.tiers import examples
 
@@ -258,7 +258,7 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.groups import groups as fragment_groups
+from archipelago.merger.weights import groups as fragment_groups
 from archipelago.merger.spectra import with_power
 from archipelago.merger.xla_spectra import on_device
 tensors = (Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (77,)))

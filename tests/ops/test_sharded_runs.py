@@ -23,7 +23,7 @@ from archipelago.merger.scores import Score
 from archipelago.ops import run_source
 from archipelago.ops.commands import run as command
 from archipelago.ops.dashboard.app import application
-from archipelago.ops.dashboard.boards import Board, Boards
+from archipelago.ops.dashboard.page_data import Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch import report, run_list
 from archipelago.ops.watch.reading import observe

@@ -25,7 +25,7 @@ from archipelago.ops.launch.init import InitOptions, next_steps
 from archipelago.ops.launch.init import main as init
 from archipelago.ops.watch.doctor.main import DoctorOptions
 from archipelago.ops.watch.doctor.main import main as doctor
-from archipelago.ops.watch.provenance import commands
+from archipelago.ops.watch.report import commands
 from archipelago.ops.watch.status import StatusOptions
 from archipelago.ops.watch.status import main as status
 from archipelago.ops.watch.steer import SteerOptions

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 import archipelago.islands.computation
 import archipelago.islands.data.batches
-import archipelago.islands.data.ranges
 import archipelago.islands.sync.arrays
 import archipelago.islands.sync.connection.heartbeats
 import archipelago.islands.sync.replica
@@ -88,7 +87,7 @@ def install() -> None:
     _replace(archipelago.islands.sync.connection.heartbeats, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
-        archipelago.islands.data.batches, windows=cache(archipelago.islands.data.ranges.windows)
+        archipelago.islands.data.batches, windows=cache(archipelago.islands.data.batches.windows)
     )  # All storms read the same text.
     np.seterr(all="raise", under="ignore")
 

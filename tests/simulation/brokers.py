@@ -19,10 +19,10 @@ import fakeredis._socket._base
 import fakeredis.model._stream
 
 import archipelago.broker.redis.chunks
-import archipelago.broker.redis.compactions
 import archipelago.broker.redis.islands
 import archipelago.broker.redis.lease
 import archipelago.broker.redis.merger
+import archipelago.broker.redis.stored_run
 import archipelago.broker.redis.transport
 from archipelago.broker.commits import START, entry_name
 from archipelago.broker.errors import UnknownRunError, WireError
@@ -98,7 +98,7 @@ def install() -> None:
         module.time = SimpleNamespace(time=lambda: SERVER_SECONDS + PRESENT.clock())  # type: ignore[attr-defined]
     answer_as_redis()
     redis = archipelago.broker.redis
-    for module in (redis.compactions, redis.islands, redis.lease, redis.merger, redis.transport):
+    for module in (redis.islands, redis.lease, redis.merger, redis.transport):
         module.failpoint = lambda name: PRESENT.reach(name)  # type: ignore[attr-defined]
     redis.chunks.INLINE_BYTES, redis.chunks.CHUNK_BYTES = 64, 100  # so that small payloads lie in several chunks
 

@@ -9,8 +9,7 @@ import numpy as np
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.islands.computation import Computation
-from archipelago.islands.data.batches import Batches, Shard
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import Batches, Shard, range_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft

@@ -1,18 +1,17 @@
-"""Downloads of a shard's fragments: whole, or by the differences after a version that is held."""
+"""What an island believes of announcements, and downloads of fragments: whole, or by differences."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import ConfigError, UnknownRunError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot
-from archipelago.broker.transport import ReaderClient
-from archipelago.broker.wire import after_difference, digest_of, newest
-from archipelago.islands.sync.connection import checks
+from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
+from archipelago.broker.transport import ReaderClient, Transport
+from archipelago.broker.wire import after_difference, digest_of, newest, payload_bytes_max
 from archipelago.islands.sync.measures import Uplink
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Downloads:
         began = self._clock()
         found = newest(self._reader, self._manifest, p)
         self._uplink.received(found.bytes, began, self._clock())
-        if fault := checks.fault_in(found.snapshot, self._manifest):
+        if fault := fault_in(found.snapshot, self._manifest):
             raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
         if found.before_N is not None:
             version = found.snapshot.version - 1
@@ -68,7 +67,7 @@ class Downloads:
             The newest version; None if the full snapshot is smaller, if a difference is missing, or if the result is
             not what the other islands hold.
         """
-        chain = checks.differences_after(held.snapshot.version, announced)
+        chain = differences_after(held.snapshot.version, announced)
         arrival = held
         for snapshot in chain:
             if arrival is not held:
@@ -95,3 +94,147 @@ class Downloads:
             log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
             return None
         return Arrival(snapshot, found[0])
+
+
+#: The newest header of each fragment; None for one that cannot be read.
+Heads = Sequence[Snapshot | None]
+#: A snapshot's global step may exceed the one before it by this many sync intervals without a confirmation.
+STEP_INTERVALS = 4
+
+
+def fault_in(event: Event, manifest: Manifest) -> str:
+    """Return why no merger of this run can have sent this event; empty if one can."""
+    match event:
+        case Call(round=number, fragment=p):
+            is_own = p == manifest.fragment_of(number) and p in manifest.own_fragments
+            return "" if is_own else "a call of a fragment that its round does not sync"
+        case Snapshot():
+            return _snapshot_fault(event, manifest)
+        case _:
+            return ""
+
+
+def _snapshot_fault(snapshot: Snapshot, manifest: Manifest) -> str:
+    p = snapshot.fragment
+    if p not in manifest.own_fragments:
+        return "a snapshot of a fragment that the run or shard does not have"
+    if snapshot.round != manifest.round_of(snapshot.version, p):
+        return "a snapshot of a fragment or version that its round does not give"
+    if max(snapshot.bytes, snapshot.difference_bytes) > payload_bytes_max(manifest.sizes[p]):
+        return "a snapshot that is larger than its fragment"
+    return ""
+
+
+def last_round(heads: Heads) -> int | None:
+    """Return the last round whose snapshot is stored; None if no header can be read."""
+    return max((head.round for head in heads if head is not None), default=None)
+
+
+def judged(
+    event: Event, manifest: Manifest, heard: int, window: Sequence[int], read_heads: Callable[[], Heads]
+) -> tuple[tuple[Event, ...], str]:
+    """Return what an island does about an event, after it has heard of round `heard`.
+
+    Args:
+        event: The event.
+        manifest: The run or the shard.
+        heard: The last closed round that the island believes in.
+        window: The rounds after it that can be open, in order.
+        read_heads: Returns headers of the fragments that were read after the event. Called only if the round is not
+            the expected one.
+
+    Returns:
+        The events to process in its place, in order, and why it is ignored, or an empty text.
+    """
+    if fault := fault_in(event, manifest):
+        return (), fault
+    match event:
+        case Snapshot(round=number) if number > window[0]:
+            head = read_heads()[event.fragment]
+            is_stored = head is not None and head.round >= number
+            return ((event,), "") if is_stored else ((), "a snapshot of a round that has not closed")
+        case Snapshot(round=number) if number <= heard:
+            stored = last_round(read_heads())
+            if stored is None or stored >= heard:
+                return (event,), ""
+            # The island believed in rounds that have not closed. It goes back to the last one that has.
+            found = (event,) if number <= stored else ()
+            return (Resume(stored, 0), *found), ""
+        case Call(round=number) if number > window[-1]:
+            return (), "a call of a round that cannot be open"
+        case Resume(round=number) if number != heard:
+            stored = last_round(read_heads())
+            is_possible = number <= (heard if stored is None else stored)
+            return ((event,), "") if is_possible else ((), "a return to a round that has not closed")
+        case Marker(round=number) if number > heard:
+            return (), "a checkpoint of a round that has not closed"
+        case _:
+            return (event,), ""
+
+
+def believable_step(
+    snapshot: Snapshot, known: int, steps: int, interval: int, newest_rounds: Callable[[], Sequence[TapeEntry]]
+) -> int:
+    """Return a snapshot's global step as far as it can be believed.
+
+    One damaged number must not end the training of an island, so a step at the end of the run, or far ahead of the
+    one before it, must be on the tape too.
+
+    Args:
+        snapshot: The snapshot.
+        known: The largest step that the island believes in.
+        steps: The length of the run in steps.
+        interval: The steps between two syncs of a fragment.
+        newest_rounds: Returns the newest entries of the tape. Called only for a step that needs it.
+    """
+    step = min(snapshot.step, steps)
+    if step < steps and step <= known + STEP_INTERVALS * interval:
+        return step
+    confirmed = max((entry.step for entry in newest_rounds()), default=0)
+    return min(step, max(known, confirmed))
+
+
+def differences_after(version: int, announced: Mapping[int, Snapshot]) -> list[Snapshot]:
+    """Return the announced versions after that one if all have a difference and these are worth downloading."""
+    chain = [announced.get(each) for each in range(version + 1, max(announced, default=0) + 1)]
+    known = [snapshot for snapshot in chain if snapshot is not None and snapshot.difference_bytes]
+    if not known or len(known) < len(chain) or sum(s.difference_bytes for s in known) >= known[-1].bytes:
+        return []
+    return known
+
+
+def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
+    """Raise ConfigError (`island.other-run`) if another run has the name of this one.
+
+    A run that continues from a checkpoint is the same run, and its islands go back to that checkpoint. A new run under
+    the old name has other weights, and an island of the old one must neither take them nor send to it.
+    A manifest that is lost or damaged says nothing: the run's merger writes it again.
+
+    Args:
+        reader: The connection to the run of that name.
+        manifest: The run that the island joined.
+    """
+    try:
+        is_other = reader.manifest().uid != manifest.uid
+    except (UnknownRunError, ConfigError):
+        return
+    if is_other:
+        raise ConfigError(
+            f"another run has taken the name {manifest.run!r}: it was created again while this island trained",
+            "This island leaves, because its weights are not those of that run. Start it again to join the run of that "
+            "name. `archipelago merger --resume` puts an earlier one back, from its checkpoints, if nothing was merged "
+            "in the new one.",
+            code="island.other-run",
+        )
+
+
+def require_no_islands(transport: Transport) -> None:
+    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
+    live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
+    if live:
+        raise ConfigError(
+            f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
+            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
+            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
+            code="init.islands-live",
+        )

@@ -23,7 +23,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Note
 from archipelago.broker.presence import Heartbeat, NameClaim
 from archipelago.broker.transport import IslandTransport, ReaderClient, refusal
-from archipelago.islands.sync.connection.checks import require_same_run
+from archipelago.islands.sync.connection.downloads import require_same_run
 from archipelago.islands.sync.connection.inbox import Inbox
 from archipelago.islands.sync.connection.outbox import Outbox
 from archipelago.islands.sync.measures import Uplink

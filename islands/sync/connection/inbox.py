@@ -17,9 +17,15 @@ from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.sync.connection import checks
-from archipelago.islands.sync.connection.checks import Heads
-from archipelago.islands.sync.connection.downloads import Arrival, Downloads
+from archipelago.islands.sync.connection.downloads import (
+    Arrival,
+    Downloads,
+    Heads,
+    believable_step,
+    judged,
+    last_round,
+    require_same_run,
+)
 from archipelago.islands.sync.connection.outbox import Outbox
 from archipelago.islands.sync.measures import Uplink
 
@@ -174,7 +180,7 @@ class Inbox:
         news = self._reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         self._heads = None  # headers are read at most once for these events
         for entry, event in news:
-            events, fault = checks.judged(event, self._manifest, self.heard_round, self._window, self._known_heads)
+            events, fault = judged(event, self._manifest, self.heard_round, self._window, self._known_heads)
             if fault:
                 self._ignore(fault)
             for each in events:
@@ -211,7 +217,7 @@ class Inbox:
                 self._outbox.refused(event.identity_text)
             case Resume(round=number):
                 if self._reader.uid() not in (None, self._manifest.uid):
-                    checks.require_same_run(self._reader, self._manifest)
+                    require_same_run(self._reader, self._manifest)
                 tape = self._tape_since(self._outbox.first_merged_round, number)
                 self._must_resend = True
                 self._outbox.undo(number, tape)
@@ -241,7 +247,7 @@ class Inbox:
             return
         instance = self._reader.instance()
         if self._instance not in ("", instance):
-            stored = checks.last_round(self._fresh_heads())
+            stored = last_round(self._fresh_heads())
             if stored is not None:
                 self._return_to(stored)
         self._instance, self._looked_at = instance, now
@@ -249,7 +255,7 @@ class Inbox:
     def _return_to_last_round(self) -> None:
         """Go back to the last round whose snapshot is stored, if this island believed in a later one."""
         self.listen()
-        stored = checks.last_round(self._fresh_heads())
+        stored = last_round(self._fresh_heads())
         if stored is not None and stored < self.heard_round:
             self._ignore("a snapshot that is not stored")
             self._return_to(stored)
@@ -267,7 +273,7 @@ class Inbox:
         """
         if first_round is None:
             return {}
-        newest = max(closed, checks.last_round(self._known_heads()) or 0)  # more may have closed since
+        newest = max(closed, last_round(self._known_heads()) or 0)  # more may have closed since
         rounds = max(0, self._manifest.own_rounds.between(first_round - 1, newest))
         tape = self._reader.tape(rounds + self._manifest.config.sync.window)
         return {entry.round: {member.identity_text for member in entry.members} for entry in tape}
@@ -350,7 +356,7 @@ class Inbox:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
         snapshot = arrival.snapshot
         p, version = snapshot.fragment, snapshot.version
-        step = checks.believable_step(snapshot, self.step, self.run_steps, self._interval, self._taped)
+        step = believable_step(snapshot, self.step, self.run_steps, self._interval, self._taped)
         if step < min(snapshot.step, self.run_steps):
             log.warning("ignoring step %s of fragment %s, which the tape does not confirm", snapshot.step, p)
         self.step = max(self.step, step)

@@ -14,7 +14,7 @@ import redis
 
 from archipelago.broker.errors import BrokerError, RunExistsError, UnreachableError, WireError
 from archipelago.broker.messages import to_fields
-from archipelago.broker.redis import chunks, compactions
+from archipelago.broker.redis import chunks, stored_run
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
@@ -429,7 +429,7 @@ def test_a_slow_reader_reads_the_newer_snapshot(
     transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The snapshot is replaced between the read of its pointer and the read of its chunks, which have expired."""
-    monkeypatch.setattr(compactions, "PREVIOUS_SECONDS", 0)
+    monkeypatch.setattr(stored_run, "PREVIOUS_SECONDS", 0)
     reader = connections()
     transport.merger.commit(epoch, samples.commit([], version(1), 1))
     replace = samples.commit([], version(2), 3)

@@ -12,14 +12,13 @@ import pytest
 from archipelago.broker.commits import NUMBER_MAX, START, parse_entry
 from archipelago.broker.errors import BrokerError, FencedError, WithdrawnError
 from archipelago.broker.messages import Call, Evaluation, Note, to_fields
-from archipelago.broker.redis import names
+from archipelago.broker.redis import updates
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.names import ISLANDS_MAX, REMEMBER_SECONDS, SILENT_KEPT
 from archipelago.broker.redis.reader import SAID_BYTES_MAX
 from archipelago.broker.redis.script import Write
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.redis.updates import FLOOD_ENTRIES
+from archipelago.broker.redis.updates import FLOOD_ENTRIES, ISLANDS_MAX, REMEMBER_SECONDS, SILENT_KEPT
 from tests import samples
 from tests.broker.redis.stored_keys import Connect
 from tests.conftest import PATIENCE_SECONDS, Until
@@ -265,7 +264,7 @@ def test_the_names_of_islands_that_are_gone_are_forgotten(
     transport: RedisTransport, raw: Any, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user's loop may get another name at each start. What new islands send must be read all the same."""
-    monkeypatch.setattr(names, "FORGET_SECONDS", 0.0)
+    monkeypatch.setattr(updates, "FORGET_SECONDS", 0.0)
     keys, beat = Keys(transport.run), to_fields(samples.heartbeat("b"))
     _, kept = (transport.island.publish(samples.contribution(island=name), b"payload") for name in ("x", "y"))
     transport.merger.updates(0.0)
@@ -304,7 +303,7 @@ def test_the_names_of_islands_that_are_gone_are_forgotten(
     assert "y" not in transport.updates.names()
     raw.sadd(keys.islands, "x" * (1 << 20))
     before = raw.info("stats")["total_net_output_bytes"]
-    invited = names.IslandNames(transport.connection, lambda: ["nobody", "z"])
+    invited = updates.IslandNames(transport.connection, lambda: ["nobody", "z"])
     assert invited.all() == ["z"]
     invited.forget(Write(), [])
     assert raw.info("stats")["total_net_output_bytes"] - before < 1 << 20, "a run with invitations reads no other names"

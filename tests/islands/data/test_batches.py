@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from archipelago.broker.config import DataConfig, RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.broker.ranges import PASSES_MAX, POSITIONS_MAX, ReadPosition, parse_positions
-from archipelago.islands.data import preparation, ranges
-from archipelago.islands.data.batches import PRIVATE_PASSES, Batches
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data import batches, preparation
+from archipelago.islands.data.batches import PRIVATE_PASSES, Batches, range_order
 from tests.failing import failing
 
 Bytes = NDArray[np.uint8]
@@ -56,7 +55,7 @@ TEXT, CONFIG = positions(4000), configured(batch=1)
 
 def rows(name: str, pass_number: int) -> Bytes:
     """Return the windows of a pass over TEXT, in the order of use."""
-    return np.asarray(ranges.gather(TEXT, ranges.windows(4000, 4, 8, 0, int(name), pass_number), 8), np.uint8)
+    return np.asarray(batches.gather(TEXT, batches.windows(4000, 4, 8, 0, int(name), pass_number), 8), np.uint8)
 
 
 # -- ranges and windows -----------------------------------------------------------------------------------------------
@@ -65,7 +64,7 @@ def rows(name: str, pass_number: int) -> Bytes:
 def test_the_order_of_ranges_and_windows_is_the_same_on_every_machine() -> None:
     # Recorded values. If they change, islands of two versions train on the same windows.
     assert range_order(8, seed=1) == ["0", "6", "2", "1", "3", "7", "4", "5"]
-    assert ranges.windows(200, 3, 16, 1, 1, 5).tolist() == [7, 55, 151, 103]
+    assert batches.windows(200, 3, 16, 1, 1, 5).tolist() == [7, 55, 151, 103]
 
 
 @given(
@@ -76,7 +75,7 @@ def test_the_order_of_ranges_and_windows_is_the_same_on_every_machine() -> None:
     pass_number=st.integers(0, 5) | st.sampled_from([PASSES_MAX, PRIVATE_PASSES]),
 )
 def test_the_windows_of_a_pass_tile_the_text(size: int, shards: int, length: int, seed: int, pass_number: int) -> None:
-    dealt = [ranges.windows(size, shards, length, seed, shard, pass_number) for shard in range(shards)]
+    dealt = [batches.windows(size, shards, length, seed, shard, pass_number) for shard in range(shards)]
     assert all(len(starts) >= 1 for starts in dealt)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     ordered = np.sort(np.concatenate(dealt))
@@ -91,9 +90,9 @@ def test_held_out_windows_are_spread_and_do_not_overlap(size: int, sequences: in
     text = positions(size)
     if size <= length:
         with failing(DataError, "data.too-small"):
-            ranges.held_out(text, sequences, length)
+            batches.held_out(text, sequences, length)
         return
-    out = ranges.held_out(text, sequences, length)
+    out = batches.held_out(text, sequences, length)
     assert out.shape == (min(sequences, (size - 1) // length), length + 1)
     assert out.dtype == np.uint8
     starts = [found(text, row) for row in out]
@@ -106,8 +105,8 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     opened = preparation.prepare_text(tmp_path / "text", "letters")
     trained_on = Batches(opened.train, configured(), fresh(0, 1, 2, 3)).next(11_000)
     assert set(trained_on.tobytes()) == set(b"t")
-    assert set(ranges.held_out(opened.valid, 10_000, 8).tobytes()) == set(b"v")
-    assert set(ranges.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
+    assert set(batches.held_out(opened.valid, 10_000, 8).tobytes()) == set(b"v")
+    assert set(batches.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
 def test_a_text_too_short_for_its_ranges_is_refused() -> None:
@@ -165,7 +164,7 @@ def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, i
         left += 3 * size
     expected = []
     for place in given_out if left else []:
-        count = len(ranges.windows(4000, 21, 8, 0, int(place.range), place.pass_number))
+        count = len(batches.windows(4000, 21, 8, 0, int(place.range), place.pass_number))
         position = min(count, place.position + left)
         cursor = (place.pass_number + 1, 0) if position == count else (place.pass_number, position)
         expected.append(ReadPosition(place.range, *cursor))
@@ -180,7 +179,7 @@ def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, i
 def test_an_island_holds_no_more_ranges_than_it_can_report() -> None:
     shards = POSITIONS_MAX + 8
     supply = Batches(TEXT, configured(shards=shards, batch=1), fresh(*range(shards)))
-    windows = [len(ranges.windows(4000, shards, 8, 0, shard, 0)) for shard in range(shards)]
+    windows = [len(batches.windows(4000, shards, 8, 0, shard, 0)) for shard in range(shards)]
     supply.next(sum(windows[:POSITIONS_MAX]) + 1)
     assert supply.held() == [str(shard) for shard in range(POSITIONS_MAX)]
     assert supply.reading.current is not None and not supply.reading.current.is_leased

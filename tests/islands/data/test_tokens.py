@@ -16,9 +16,9 @@ import pytest
 from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError, MismatchError
 from archipelago.broker.manifest import Manifest
+from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.data.ranges import held_out
 from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.models.registry import Model, Params, learning_rate
 from archipelago.islands.tasks.ours import fitted, our_work

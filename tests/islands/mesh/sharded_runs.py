@@ -20,8 +20,7 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.islands.computation import Computation
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Model, Params

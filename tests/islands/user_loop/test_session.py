@@ -23,7 +23,7 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.sync import leaving, participant
-from archipelago.islands.sync.arguments import CALL_STEPS_MAX
+from archipelago.islands.sync.script import CALL_STEPS_MAX
 from tests.conftest import Until
 from tests.failing import failing
 from tests.islands.user_loop.any_framework import Framework, served

@@ -16,9 +16,9 @@ from archipelago.broker.messages import Counters, Pending, RoundMember, TapeEntr
 from archipelago.broker.process import finite
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.figures import figures, headlines, merged_steps, rejoins, shares, write
+from archipelago.ops.chaos.main import own_step_seconds
 from archipelago.ops.chaos.record import LoggedTurn, ProcessEvent, Span, StormRecord, checks, timelines
 from archipelago.ops.chaos.schedule import Fault
-from archipelago.ops.chaos.storm import own_step_seconds
 
 STEP, TOKENS, FRAGMENTS = 0.1, 10, 2
 

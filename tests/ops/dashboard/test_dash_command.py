@@ -21,8 +21,8 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.commands import run
 from archipelago.ops.dashboard.app import application
-from archipelago.ops.dashboard.boards import Boards
 from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
+from archipelago.ops.dashboard.page_data import Boards
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
 from tests.conftest import Until

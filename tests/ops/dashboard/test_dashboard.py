@@ -22,9 +22,8 @@ from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.app import BODY_BYTES_MAX, application
-from archipelago.ops.dashboard.boards import Board, Boards
 from archipelago.ops.dashboard.main import serving
-from archipelago.ops.dashboard.page_data import FILES, PAGE
+from archipelago.ops.dashboard.page_data import FILES, PAGE, Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_list import RunEntry

@@ -10,9 +10,8 @@ import pytest
 
 from archipelago.broker.memory.transport import MemoryTransport
 from archipelago.broker.messages import Note
-from archipelago.ops.dashboard.boards import Boards
 from archipelago.ops.dashboard.main import serving
-from archipelago.ops.dashboard.page_data import chart_library
+from archipelago.ops.dashboard.page_data import Boards, chart_library
 from archipelago.ops.watch.report import html, of_watch
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples

@@ -24,7 +24,7 @@ from archipelago.broker.invitation import Invitation, key_text
 from archipelago.broker.redis.checkup import BURST_BYTES_MAX
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands.sync.arguments import island_name
+from archipelago.islands.sync.script import island_name
 from archipelago.ops.launch import up
 from archipelago.ops.launch.administration import Administrator, administrator_at, invite_ours, public_text
 from archipelago.ops.launch.embedded_redis import (

@@ -15,7 +15,7 @@ from archipelago.broker.footprint import MERGER_BASE
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.registry import build
 from archipelago.merger import service
-from archipelago.merger.groups import cycle_work
+from archipelago.merger.weights import cycle_work
 from archipelago.ops.simulation.cycle import (
     FRAGMENTS_MAX,
     LEASE_SECONDS,

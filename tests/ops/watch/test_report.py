@@ -31,9 +31,8 @@ from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.settings import flags
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.provenance import commands
 from archipelago.ops.watch.reading import observe, summarise
-from archipelago.ops.watch.report import SCRIPTS, ReportOptions, everything, html, of_watch
+from archipelago.ops.watch.report import SCRIPTS, ReportOptions, commands, everything, html, of_watch
 from archipelago.ops.watch.run_summary import result_in_words, syncs_in_words
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.watcher import Watcher

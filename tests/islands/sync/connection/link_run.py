@@ -19,7 +19,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import Memory, Transport
 from archipelago.broker.wire import pack
-from archipelago.islands.data.ranges import range_order
+from archipelago.islands.data.batches import range_order
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft

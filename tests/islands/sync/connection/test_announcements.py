@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
-from archipelago.islands.sync.connection.checks import believable_step, fault_in, judged
+from archipelago.islands.sync.connection.downloads import believable_step, fault_in, judged
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness, received
 
