@@ -173,13 +173,21 @@ def codes_page() -> str:
     return CODES + "".join(row(named(code), *texts) for code, texts in longest.items())
 
 
+def recorded_by(path: Path) -> str:
+    """Return the last commit that added results to a file, with its date. Others have only deleted some."""
+    git = ["git", "log", "--format=%h of %as", "--numstat", "--", str(path)]
+    words = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\n")
+    lines = [line for line in words if line]
+    added = [commit for commit, counts in zip(lines[::2], lines[1::2], strict=False) if not counts.startswith("0\t")]
+    return added[0] if added else ""
+
+
 def studies_page() -> str:
     """Return the page of the recorded results of all studies."""
     page, folder = STUDIES, ROOT / "ops/experiments/studies"
     known = study.recorded(folder)
     for each in (study.load(folder, name) for name in study.names(folder)):
-        git = ["git", "log", "-1", "--format=%h of %as", "--", str(folder / f"{each.name}.jsonl")]
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        commit = recorded_by(folder / f"{each.name}.jsonl")
         page += f"\n## {each.name}\n\n{each.about.rstrip('?')}.\n{RECORDED} {commit}.\n\n"
         page += (
             row("trial", "bits per byte", "ratio", "on the test text", "seeds") + "| --- | --- | --- | --- | --- |\n"
