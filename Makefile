@@ -9,6 +9,8 @@ DOCS := $(VENV)/.docs
 FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__)
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 ARGS ?=
+# Python keeps what it compiles, whatever the environment says. Without it, each process of a test compiles all sources again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-all storm soak deploy docs lint format lock clean
 
