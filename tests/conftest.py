@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -69,6 +70,17 @@ def pytest_configure() -> None:
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
     jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
+
+
+#: A module whose tests all belong to the full tier.
+FULL_MODULE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.full\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module without a quick test in the quick tier, because PyTorch and its trainers take long to load."""
+    if config.option.markexpr == "not full" and collection_path.suffix == ".py":
+        return bool(FULL_MODULE.search(collection_path.read_text())) or None
+    return None
 
 
 def pytest_unconfigure() -> None:
