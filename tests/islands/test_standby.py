@@ -171,6 +171,7 @@ def standard_input(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 def test_an_assignment_keeps_the_arguments_of_the_standby(
+    prepared: PreparedIsland,
     stored: Stored,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -179,13 +180,14 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
 ) -> None:
     """The supervisor need not repeat the URL, for example."""
     became: list[main.IslandOptions] = []
-    options = main.IslandOptions(url=stored.url, run="demo", scan_steps=1, tensorboard=False, standby=True)
+    options = main.IslandOptions(url=stored.url, run="demo", scan_steps=2, tensorboard=False, standby=True)
+    monkeypatch.setattr(preparing, "prepared_for", lambda *_: prepared)  # whose programs are compiled
     monkeypatch.setattr(main, "run_island", lambda options, stopped, prepared: became.append(options))
-    told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "2"))
+    told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "3"))
     standard_input(told.line() + b"later bytes are not read")
     main.stand_by(options)
     assert capfd.readouterr().out == "ready\n"
-    assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]
+    assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=3, standby=False)]
 
 
 def test_a_standby_ends_with_its_input(
