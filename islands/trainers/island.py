@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import bisect
 import logging
 import sys
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models.llama import Names
@@ -160,8 +161,13 @@ class TrainerIsland:
 def follow_clock(schedule: Any, step: int) -> None:
     """Set the learning rates of a schedule of PyTorch to those at a step of the run.
 
-    A schedule that computes each rate from the one before, such as `SequentialLR`, counts its own steps on.
+    A schedule without a formula of the step, such as `ReduceLROnPlateau`, counts its own steps on.
     """
+    if isinstance(schedule, SequentialLR):
+        part = bisect.bisect_right(schedule._milestones, step)
+        follow_clock(schedule._schedulers[part], step - (0, *schedule._milestones)[part])
+        schedule.last_epoch, schedule._last_lr = step, schedule._schedulers[part].get_last_lr()
+        return
     if not (isinstance(schedule, LambdaLR | OneCycleLR) or hasattr(schedule, "_get_closed_form_lr")):
         return
     if isinstance(schedule, OneCycleLR):

@@ -90,7 +90,13 @@ def one_cycle(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
 
 
-@pytest.mark.parametrize("schedule", [step_rates, one_cycle])
+def warm_up(optimizer: Any) -> Any:
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.LinearLR(optimizer, 0.1, total_iters=3), kinds.CosineAnnealingLR(optimizer, 20)]
+    return kinds.SequentialLR(optimizer, parts, [3])
+
+
+@pytest.mark.parametrize("schedule", [step_rates, one_cycle, warm_up])
 def test_schedules_of_pytorch_follow_the_run(url: str, schedule: Any) -> None:
     callback = ArchipelagoCallback(url, "own", steps=60, sync=SYNC, final_seconds=0.1)
     model = lightning_module(schedule)
