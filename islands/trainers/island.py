@@ -57,7 +57,12 @@ class TrainerIsland:
             final_seconds: How long to wait at the end until the last rounds of the run are merged.
             island, buffers, trained, names, wait_seconds: As in `archipelago.pytorch.join`.
             **settings: The other arguments of `archipelago.pytorch.create`, such as `sync`.
+
+        Raises:
+            ConfigError: `steps` is no length (`config.value`).
         """
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise ConfigError(f"`steps` cannot be {steps!r}", "Give a length such as 20_000.", code="config.value")
         self._url, self._name, self.length, self._tokens = url, name, steps, tokens
         self._shared: dict[str, Any] = {"buffers": buffers, "trained": trained, "names": names}
         self._own: dict[str, Any] = {"island": island, "wait_seconds": wait_seconds}
@@ -91,7 +96,7 @@ class TrainerIsland:
         Raises:
             ConfigError: The model is spread over devices (`loop.sharded`), or what `create` and `join` raise.
         """
-        self.end(RuntimeError("an earlier training of this trainer ended with an exception"))
+        self.end(RuntimeError("another training began before this one had ended, most often by an exception"))
         inner, group = unwrapped(model)
         if len(places := set(getattr(inner, "hf_device_map", {}).values())) > 1:
             raise ConfigError(

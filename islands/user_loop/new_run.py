@@ -115,7 +115,8 @@ def require_same(found: Manifest, own: Manifest) -> None:
     if changed:
         raise MismatchError(
             "settings", found.config.digest(), own.config.digest(),
-            "`join` takes the run's own settings. For other settings, create a run with another name.",
+            "`join`, and a trainer without `steps`, take the run's own settings. For other settings, create a run with "
+            "another name.",
             code="config.other-settings",
             what=f"the run {found.run!r} has other settings: {'; '.join(changed)}",
         )  # fmt: skip

@@ -136,7 +136,7 @@ def test_an_exception_leaves_the_run_when_the_callback_is_used_again(url: str) -
         made.train()
     assert states(url) == ["left"]
     notes = [note.text for note in connect(url, "own").reader.notes(9) if note.kind == "left"]
-    assert sorted("with an exception" in note for note in notes) == [False, True]
+    assert sorted("another training began" in note for note in notes) == [False, True]
 
 
 def test_a_checkpoint_of_the_trainer_gives_way_to_the_run(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,6 +196,9 @@ def test_bad_input_is_one_error_with_a_code(url: str) -> None:
         spread = Network()
         spread.hf_device_map = {"hidden": "cpu", "output": "disk"}
         trainer([ArchipelagoCallback(url, "new", steps=100, sync=SYNC)], spread).train()
+    wrong: Any = "20"
+    with failing(ConfigError, "config.value"):
+        ArchipelagoCallback(url, "own", steps=wrong)
     with failing(UnknownRunError, "broker.unknown-run"):
         trainer([ArchipelagoCallback(url, "none")]).train()
     with failing(UnreachableError, "broker.unreachable"):
