@@ -27,6 +27,9 @@ from archipelago.broker.messages import (
 from archipelago.broker.presence import Presence
 
 _ENTRY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})/([0-9]{1,20})-([0-9]{1,20})")
+#: A tape of few islands has this many entries. Of larger entries, it has no more than TAPE_BYTES.
+TAPE_KEPT = 4096
+TAPE_BYTES = 64 << 20
 #: The largest number of an entry within its millisecond.
 NUMBER_MAX = (1 << 64) - 1
 #: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot, and
@@ -52,6 +55,33 @@ def parse_entry(entry: str) -> tuple[str, str]:
 def sender_of(entry: str) -> str:
     """Return the island whose stream holds the entry."""
     return entry.partition("/")[0]
+
+
+def entry_id(entry: str) -> tuple[int, int]:
+    """Return the id of a stream entry as two numbers, which sort as Redis sorts ids."""
+    milliseconds, _, number = entry.partition("-")
+    return int(milliseconds), int(number or 0)
+
+
+def is_last(entry: str) -> bool:
+    """Return whether no entry of a stream can follow that one. A client that appends chooses the ids."""
+    return entry_id(entry) == (NUMBER_MAX, NUMBER_MAX)
+
+
+def next_id(entry: str) -> str:
+    """Return the smallest id that is greater than that one, which must not be the last."""
+    milliseconds, number = entry_id(entry)
+    return f"{milliseconds}-{number + 1}" if number < NUMBER_MAX else f"{milliseconds + 1}-0"
+
+
+def tape_kept(entry_bytes: int, needed: int) -> int:
+    """Return how many entries the tape keeps, so that its bytes are bounded, too.
+
+    Args:
+        entry_bytes: The size of its newest entry.
+        needed: How many of the newest rounds a merger that starts may have to merge again.
+    """
+    return max(needed, min(TAPE_KEPT, TAPE_BYTES // max(1, entry_bytes)))
 
 
 def arrival(entry: str) -> tuple[int, str, int]:

@@ -12,7 +12,7 @@ from typing import Final
 import psutil
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.commits import DIFFERENCES_KEPT
+from archipelago.broker.commits import DIFFERENCES_KEPT, tape_kept
 from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
 
@@ -36,9 +36,6 @@ REDIS_PER_PARAMETER: Final = 12
 REDIS_LOG: Final = 2
 #: Bytes per element of the full snapshot that a compaction has replaced, which readers may still be reading.
 REPLACED_PER_PARAMETER: Final = 4
-#: A tape of few islands has this many entries. Of larger entries, it has no more than TAPE_BYTES.
-TAPE_KEPT: Final = 4096
-TAPE_BYTES: Final = 64 << 20
 #: Bytes of an entry of the tape, and of the merger's state, for each island; and of the rest of an entry.
 TAPE_PER_ISLAND: Final = 300
 STATE_PER_ISLAND: Final = 320
@@ -100,16 +97,6 @@ def merger_parts(config: RunConfig, parameters: int, largest: int, *, checkpoint
 def has_momentum(config: RunConfig) -> bool:
     """Return whether the outer step keeps momentum, which takes as much memory as the parameters."""
     return config.outer.rule != "sgd"
-
-
-def tape_kept(entry_bytes: int, needed: int) -> int:
-    """Return how many entries the tape keeps, so that its bytes are bounded, too.
-
-    Args:
-        entry_bytes: The size of its newest entry.
-        needed: How many of the newest rounds a merger that starts may have to merge again.
-    """
-    return max(needed, min(TAPE_KEPT, TAPE_BYTES // max(1, entry_bytes)))
 
 
 def redis_parts(

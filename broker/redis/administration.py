@@ -20,7 +20,7 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import count_in, state_fields, state_in
+from archipelago.broker.redis.stored_run import count_in, state_fields, state_in
 from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
 from archipelago.broker.signing import (
     MERGER,

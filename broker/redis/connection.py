@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from archipelago.broker.commits import START
+from archipelago.broker.commits import START, is_last, next_id
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import text_fields
 from archipelago.broker.ranges import parse_position
@@ -26,7 +26,6 @@ from archipelago.broker.redis.failures import (
     require_lasting,
 )
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import is_last, next_id
 from archipelago.broker.redis.servers import Servers
 from archipelago.broker.signing import Raw, Signing, Stamps
 from archipelago.broker.transport import Memory

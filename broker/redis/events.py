@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-from archipelago.broker.commits import START
+from archipelago.broker.commits import START, entry_id
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import EVENTS, KINDS, Event, Refusal, Resume, from_raw
 from archipelago.broker.redis.connection import RedisConnection, block_ms
-from archipelago.broker.redis.replies import entry_id
 from archipelago.broker.signing import FIRST, MERGER, EventOrder, Raw, SnapshotOrder, Stamp, stamp_of
 from archipelago.broker.transport import REFUSALS_AMONG
 

@@ -28,6 +28,11 @@ def is_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name))
 
 
+def names_in(members: Iterable[bytes]) -> list[str]:
+    """Return the valid names among the members of a set, sorted. Other programs may have added other members."""
+    return sorted(name for member in members if is_name(name := member.decode("utf-8", "replace")))
+
+
 def checked_name(name: str, what: str) -> str:
     """Return `name`. Raises ConfigError if it cannot be a part of a key and of a path."""
     if not is_name(name):

@@ -26,12 +26,13 @@ from archipelago.broker.commits import Renewal, never_gone
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, WithdrawnError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.replies import epoch_in, epoch_mark
 from archipelago.broker.redis.script import ACQUIRE, FENCED, Script, Value, Write, texts
 from archipelago.broker.redis.stored_run import StoredRun
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
 LEASE_SECONDS_MAX = 24 * 3600
+#: A larger epoch is damage. Every take-over counts one.
+EPOCH_MAX = 1 << 53
 
 
 class ChangedError(BrokerError):
@@ -208,3 +209,17 @@ class Lease:
             "Start this merger again to serve that one.",
             code="broker.other-run",
         )
+
+
+def epoch_mark(epoch: int, holder: str = "none") -> bytes:
+    """Return the value of the epoch's key. The holder is the merger that serves, or `none` before the first one."""
+    return f"{epoch} {holder}".encode()
+
+
+def epoch_in(mark: bytes | None) -> int:
+    """Return the number with which the epoch's key begins; 0 if there is none, or no merger can have written it."""
+    try:
+        epoch = int((mark or b"0").split()[0])
+    except (ValueError, IndexError):
+        return 0
+    return epoch if 0 <= epoch <= EPOCH_MAX else 0

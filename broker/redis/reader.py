@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from archipelago.broker.commits import entry_id
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import (
     COUNT_MAX,
@@ -27,15 +28,8 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.keys import is_name
-from archipelago.broker.redis.replies import (
-    count_in,
-    counts_in,
-    entry_id,
-    epoch_in,
-    fields_of,
-    state_in,
-)
-from archipelago.broker.redis.stored_run import StoredRun
+from archipelago.broker.redis.lease import epoch_in
+from archipelago.broker.redis.stored_run import StoredRun, count_in, counts_in, state_in
 from archipelago.broker.redis.updates import EVALUATIONS_KEPT, ISLANDS_MAX, REMEMBER_SECONDS, UpdatesStreams
 from archipelago.broker.signing import MERGER, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import (
@@ -228,7 +222,7 @@ class RedisReader:
 
     def _presence(self, name: str, raw: Any, age_seconds: float) -> Presence:
         """Return an island's heartbeat. Raises WireError if it is damaged, or not the newest that the island signed."""
-        fields = fields_of(raw)
+        fields = _fields_of(raw)
         if raw != self._verified.get(name):  # a process looks at each heartbeat several times
             self._signing.verify("heartbeat", name, raw)
             if self._signing.is_on:
@@ -376,3 +370,10 @@ class RedisReader:
         return MergerStatus(
             (holder or b"").decode("utf-8", "replace"), epoch_in(mark), max(0.0, (ttl_ms or 0) / 1e3), max(0.0, still)
         )
+
+
+def _fields_of(answer: Any) -> dict[str, str]:
+    """Return the fields of a hash from its reply. Raises WireError for a key of another type, which is an error."""
+    if isinstance(answer, Exception):
+        raise WireError("it is not a hash")
+    return text_fields(answer)

@@ -6,6 +6,8 @@ version between the two has an entry on the tape and, in runs that send them, a 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,16 +19,17 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, Commit
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, WireError
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.manifest import FORMAT, OTHER_FORMAT, Manifest
-from archipelago.broker.messages import Snapshot, text_fields, to_fields
+from archipelago.broker.messages import COUNT_MAX, Counters, Snapshot, text_fields, to_fields
 from archipelago.broker.redis.chunks import CHUNKS, PREVIOUS_SECONDS, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_wrong_kind
-from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import names_in
+from archipelago.broker.redis.keys import REGISTRY, Keys, names_in
 from archipelago.broker.redis.script import Command, Value, Write
-from archipelago.broker.signing import MERGER, Raw, SignatureError
+from archipelago.broker.signing import MERGER, SIGNATURE, Raw, SignatureError, Signing
 from archipelago.broker.wire import is_digest, payload_bytes_max
 
+#: The field of the merger's state that tells it from all others.
+DIGEST = "digest"
 _FORMAT = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
 
 
@@ -276,3 +279,64 @@ class Compactions:
 def hash_of(key: str, fields: Mapping[str, Value]) -> Command:
     """Return the command that writes these fields of a hash."""
     return ("HSET", key, *chain.from_iterable(fields.items()))
+
+
+# -- counters and the merger's state -----------------------------------------------------------------------------------
+
+
+def counts_in(fields: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
+    """Return the counters, and the names of those that are no numbers, which count as 0.
+
+    A counter that is too large counts as the largest one.
+    """
+    counts, faults = {}, []
+    for name in (f.name for f in dataclasses.fields(Counters) if f.name in fields):
+        count = _count(fields[name])
+        if count is None:
+            faults.append(name)
+        else:
+            counts[name] = count
+    return counts, faults
+
+
+def count_in(value: bytes | None) -> int:
+    """Return a counter, at most COUNT_MAX; 0 for a value that is missing or no number."""
+    return _count((value or b"").decode("utf-8", "replace")) or 0
+
+
+def _count(text: str) -> int | None:
+    return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else None
+
+
+def state_fields(signing: Signing, state: str) -> dict[str, str]:
+    """Return the merger's state as Redis keeps it, in the fields of a hash, with its signature if signing is on.
+
+    Each entry of a mapping in it has a field of its own, so that a commit writes only those that have changed.
+
+    Args:
+        signing: Signs it.
+        state: The state as sorted JSON, without empty mappings.
+    """
+    values: dict[str, Any] = {}
+    for key, value in json.loads(state or "{}").items():
+        values |= {f"{key}/{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+    if signing.is_on:
+        values[SIGNATURE] = signing.signed("state", {"state": state})[SIGNATURE]
+    return {name: json.dumps(value) for name, value in values.items()}
+
+
+def state_in(signing: Signing, stored: Raw) -> str:
+    """Return the merger's state, which `state_fields` has divided; empty without any. Raises WireError."""
+    values: dict[str, Any] = {}
+    try:
+        for name, text in stored.items():
+            key, is_entry, entry = name.decode().partition("/")
+            of = values.setdefault(key, {}) if is_entry else values
+            of[entry if is_entry else key] = json.loads(text)
+        signature = {SIGNATURE.encode(): str(values.pop(SIGNATURE)).encode()} if SIGNATURE in values else {}
+        state = json.dumps(values, sort_keys=True) if values else ""
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise WireError(f"a part of the merger's state cannot be read ({error})", code="wire.message") from None
+    if stored:
+        signing.verify("state", MERGER, {b"state": state.encode(), **signature})
+    return state

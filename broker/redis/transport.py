@@ -20,12 +20,12 @@ from archipelago.broker.redis.client import RedisClient, fake_client
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import RedisIsland, chunks_name
 from archipelago.broker.redis.keys import REGISTRY
+from archipelago.broker.redis.lease import epoch_in, epoch_mark
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import epoch_in, epoch_mark, state_fields
 from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
-from archipelago.broker.redis.stored_run import Compactions, StoredRun
+from archipelago.broker.redis.stored_run import Compactions, StoredRun, state_fields
 from archipelago.broker.redis.updates import EVALUATIONS_KEPT, IslandNames, UpdatesStreams
 from archipelago.broker.signing import EPOCHS_SKIPPED
 

@@ -14,14 +14,24 @@ from typing import Any
 
 import redis
 
-from archipelago.broker.commits import NUMBER_MAX, START, Delivery, arrival, entry_name, nothing, parse_entry
+from archipelago.broker.commits import (
+    NUMBER_MAX,
+    START,
+    Delivery,
+    arrival,
+    entry_id,
+    entry_name,
+    is_last,
+    nothing,
+    parse_entry,
+)
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, Pending, from_raw
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.failures import is_wrong_kind
-from archipelago.broker.redis.replies import entry_id, is_last, names_in
+from archipelago.broker.redis.keys import names_in
 from archipelago.broker.redis.script import Write
 from archipelago.broker.signing import Raw
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from archipelago.broker.commits import TAPE_BYTES, TAPE_KEPT, tape_kept
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.footprint import (
     STATE_PER_ISLAND,
-    TAPE_BYTES,
-    TAPE_KEPT,
     footprint,
     redis_parts,
     shortage,
-    tape_kept,
 )
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 

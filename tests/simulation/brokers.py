@@ -24,7 +24,7 @@ import archipelago.broker.redis.lease
 import archipelago.broker.redis.merger
 import archipelago.broker.redis.stored_run
 import archipelago.broker.redis.transport
-from archipelago.broker.commits import START, entry_name
+from archipelago.broker.commits import START, entry_id, entry_name
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.memory.state import MemoryEntry, MemoryRun, key_of
 from archipelago.broker.memory.transport import MemoryBroker
@@ -33,7 +33,7 @@ from archipelago.broker.presence import Heartbeat
 from archipelago.broker.ranges import holder_in
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import Keys
-from archipelago.broker.redis.replies import counts_in, entry_id
+from archipelago.broker.redis.stored_run import counts_in
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.fake_server import answer_as_redis
