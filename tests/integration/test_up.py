@@ -162,7 +162,7 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
 
 def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, until: Until) -> None:
     """The first time, it is stopped before an island has joined, and ends everything."""
-    run, steps, task = UpRun(tmp_path / "runs/bytes"), "--inner.steps=4000", str(EXAMPLES / "task_bytes.py")
+    run, steps, task = UpRun(tmp_path / "runs/bytes"), "--inner.steps=2000", str(EXAMPLES / "task_bytes.py")
     args = ["up", "--task", task, "--run=bytes", "--islands=2", steps, "--evaluate-every=2", "--no-tensorboard"]
     stopped = processes.start(*args)
     until((run.folder / "logs" / "island-1.log").exists, "the islands to be started")
