@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from archipelago.islands.pytorch.joining import ScheduleWatch
+from archipelago.islands.pytorch.schedule import ScheduleWatch
 
 #: The clock after each step of an island that makes half of the run's steps, and of one whose merger has gone away.
 SLOW = [step + 6 * (step // 6) for step in range(150)]
