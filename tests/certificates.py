@@ -37,13 +37,14 @@ def openssl(folder: Path, *arguments: str) -> None:
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)  # noqa: S607
 
 
-def signed(folder: Path, name: str, by: str = "", extension: str = "basicConstraints=CA:FALSE") -> Identity:
+def signed(folder: Path, name: str, by: str = "", extension: str = "") -> Identity:
     """Make a certificate, signed by the authority `by` in the same folder, or self-signed."""
     openssl(
         folder,
         *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"),
-        *("-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN=archipelago {name}", "-addext", extension),
-        *(("-CA", f"{by}.pem", "-CAkey", f"{by}.key") if by else ()),
+        *("-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN=archipelago {name}"),
+        *(("-addext", extension) if extension else ()),
+        *(("-CA", f"{by}.pem", "-CAkey", f"{by}.key", "-addext", "basicConstraints=CA:FALSE") if by else ()),
     )
     return Identity(folder / f"{name}.pem", folder / f"{name}.key")
 
