@@ -115,7 +115,8 @@ def test_a_whole_run_is_exported() -> None:
         transport.island.heartbeat(samples.heartbeat(name))
     transport.island.publish(*samples.packed(np.ones(manifest.sizes[0], np.float32)))
     view = observe(transport, manifest)
-    found = parsed(metrics.render(replace(view, rounds=1, merger=MergerStatus("m", 1, 4.0, 2.5))))
+    view = replace(view, rounds=1, merger=MergerStatus("m", 1, 4.0, 2.5), refused_by_code={"codec": 3})
+    found = parsed(metrics.render(view))
     assert found["archipelago_run_islands_known", ""] == found["archipelago_run_islands_live", ""] == 2
     assert found["archipelago_run_islands_participating", ""] == 0
     assert found["archipelago_run_pending_contributions", ""] == 1
@@ -126,7 +127,8 @@ def test_a_whole_run_is_exported() -> None:
     assert found["archipelago_run_memory_used_bytes", ""] == view.memory_bytes > 0
     assert found["archipelago_run_island_live", "quito"] == 1
     assert found["archipelago_run_island_tokens_total", "oslo"] == 1000
-    exported = {*metrics.RUN, *metrics.COUNTERS, *metrics.LOAD, *metrics.RUN_ISLAND}
+    assert found[metrics.REFUSALS, ""] == 3
+    exported = {metrics.REFUSALS, *metrics.RUN, *metrics.COUNTERS, *metrics.LOAD, *metrics.RUN_ISLAND}
     not_known = set(metrics.LOAD)  # There are too few rounds.
     not_known |= {"archipelago_run_held_out_loss", "archipelago_run_loss"}  # No evaluation, and no round.
     not_known |= {"archipelago_run_island_score", "archipelago_run_island_weight_factor"}
