@@ -223,7 +223,6 @@ class Uplink:
         contributions: The number of contributions that were sent.
         bytes_up: Bytes of all sent payloads.
         bytes_down: Bytes of all downloaded payloads.
-        arrived_at: When the last snapshot arrived.
         ignored: How many announcements were ignored.
     """
 
@@ -236,7 +235,6 @@ class Uplink:
     contributions: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
-    arrived_at: float = -math.inf
     ignored: int = 0
     _payloads: int = 0
     _up: BusyShare = field(default_factory=BusyShare)

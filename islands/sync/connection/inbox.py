@@ -319,7 +319,6 @@ class Inbox:
         if arrival.snapshot.round > self.heard_round:
             self._early[p] = arrival  # held until all earlier events are processed
             return
-        self._uplink.arrived_at = self._clock()
         prepared = self._prepared(arrival) if len(self._arrivals) < PREPARED_MAX else arrival
         with self._lock:
             self._arrivals[p] = prepared
