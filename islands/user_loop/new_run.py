@@ -30,7 +30,6 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create, require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.broker.wire import digest, pack
-from archipelago.islands.sync.connection.downloads import require_no_islands
 from archipelago.islands.user_loop.tensors import require_same_tensors
 
 log = logging.getLogger(__name__)
@@ -120,6 +119,18 @@ def require_same(found: Manifest, own: Manifest) -> None:
             code="config.other-settings",
             what=f"the run {found.run!r} has other settings: {'; '.join(changed)}",
         )  # fmt: skip
+
+
+def require_no_islands(transport: Transport) -> None:
+    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
+    live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
+    if live:
+        raise ConfigError(
+            f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
+            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
+            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
+            code="init.islands-live",
+        )
 
 
 def require_room(manifest: Manifest, memory: Memory) -> None:

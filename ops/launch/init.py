@@ -27,7 +27,7 @@ from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.sync.connection.downloads import require_no_islands as require_no_islands
+from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer

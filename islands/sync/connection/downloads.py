@@ -10,7 +10,7 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError, UnknownRunError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
-from archipelago.broker.transport import ReaderClient, Transport
+from archipelago.broker.transport import ReaderClient
 from archipelago.broker.wire import after_difference, digest_of, newest, payload_bytes_max
 from archipelago.islands.sync.measures import Uplink
 
@@ -225,16 +225,4 @@ def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
             "name. `archipelago merger --resume` puts an earlier one back, from its checkpoints, if nothing was merged "
             "in the new one.",
             code="island.other-run",
-        )
-
-
-def require_no_islands(transport: Transport) -> None:
-    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
-    live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
-    if live:
-        raise ConfigError(
-            f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
-            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
-            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
-            code="init.islands-live",
         )
