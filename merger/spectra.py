@@ -191,7 +191,7 @@ def with_power(matrix_RC: Matrix, exponent: float, power: Power | None = None) -
     wide_SC = matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T
     largest = max(matrix_RC.max(initial=0.0), -matrix_RC.min(initial=0.0))
     scale = -math.frexp(largest)[1]
-    # Two powers of two, which round nothing, because some scales are none of float32. `ldexp` takes ten times as long.
+    # Two powers of two, which round nothing: one alone can be too large for float32. `ldexp` takes ten times as long.
     wide_SC = np.multiply(wide_SC, np.float32(2.0 ** (scale // 2)), order="C")
     wide_SC *= np.float32(2.0 ** (scale - scale // 2))
     out_SC = power(wide_SC, exponent) if power else powered(wide_SC, exponent, Products())
