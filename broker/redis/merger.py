@@ -131,8 +131,10 @@ class RedisMerger:
     def take_up(
         self, epoch: int, resume: Resume, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, int]
     ) -> None:
-        deleted: list[Command] = [("DEL", key) for key in (self._keys.data, *self._of_other_types())]
+        wrong = self._of_other_types()
+        deleted: list[Command] = [("DEL", key) for key in (self._keys.data, *wrong)]
         self.lease.write(epoch, Write(*deleted, *self.derived(cursors, counts), self._announced(epoch, resume)))
+        self._consumer.read_again(wrong)
         self._connection.register()
 
     def _of_other_types(self) -> list[str]:

@@ -176,6 +176,11 @@ class UpdatesConsumer:
         """Read everything that waits again from now on."""
         self._read_to.clear()
 
+    def read_again(self, keys: Iterable[str]) -> None:
+        """Read these streams from their beginning, because they were deleted and may begin anew."""
+        for key in keys:
+            self._read_to.pop(key, None)
+
     def new(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         """Return entries that were not read since `rewind`, by arrival: at most `count` of each island.
 
@@ -230,7 +235,7 @@ class UpdatesConsumer:
         return self.taken(names, found)
 
     def _skip_other_keys(self, keys: Sequence[str]) -> None:
-        """Read the keys that are no streams no more, until `rewind`."""
+        """Read the keys that are no streams no more, until `rewind` or `read_again`."""
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.type(key)

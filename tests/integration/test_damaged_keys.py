@@ -369,6 +369,7 @@ def check(run: DamagedRun) -> None:
     view = observe(fresh, run.manifest)
     assert view.balanced
     assert view.rounds == run.closed
+    assert fresh.reader.backlog() == 0, "a contribution was never read"
     kinds = kinds_of(run.keys, range(2), ISLANDS)
     found = {key: run.client.type(key).decode() for key in kinds}
     assert {key: kind for key, kind in found.items() if kind not in (kinds[key], "none")} == {}
