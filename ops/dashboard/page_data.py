@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.config import RunConfig, differing, flat
 from archipelago.broker.control import SETTINGS, STEPS, island_field, own
@@ -21,10 +21,12 @@ from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.events import Event, remedy_of
 from archipelago.ops.watch.history import POINTS_DRAWN, History, newest, thinned
-from archipelago.ops.watch.run_list import RunEntry
 from archipelago.ops.watch.run_view import RunView, evaluated, merger_in_words
 from archipelago.ops.watch.state_line import MOODS
 from archipelago.ops.watch.watcher import LOOK_SECONDS, RunReading, Watcher, repeated
+
+if TYPE_CHECKING:
+    from archipelago.ops.watch.run_list import RunEntry
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
@@ -89,6 +91,7 @@ _ELSEWHERE = ("islands", "counters", "control", "refusals", "refused_by_code", "
 def settings(manifest: Manifest) -> dict[str, str]:
     """Return the run's settings as words, by name: its config, its corpus and the versions that created it."""
     words = {name: setting_text(value) for name, value in flat(manifest.config).items()}
+    words["config digest"] = manifest.config.digest()
     corpus = manifest.corpus
     if manifest.config.has_user_loops:  # only the length of the run says anything about its users' scripts
         unknown = ("model.", "data.", "inner.")

@@ -36,7 +36,8 @@ from archipelago.ops.launch.supervisor import (
     thread_environment,
 )
 from archipelago.ops.settings import say
-from archipelago.ops.watch import run_summary, terminal
+from archipelago.ops.watch import report as run_report
+from archipelago.ops.watch import terminal
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import state_line
@@ -207,7 +208,7 @@ class LocalRun:
         view = self._observe()
         curve = self._one_process(view.tokens_trained) if with_comparison else []
         tokens = view.tokens_trained - self._tokens_before
-        return run_summary.summary(
+        return run_report.summary(
             view,
             curve,
             loss_unit(self.manifest.corpus),
@@ -216,7 +217,7 @@ class LocalRun:
             server=server,
         )
 
-    def _one_process(self, tokens: int) -> run_summary.Curve:
+    def _one_process(self, tokens: int) -> run_report.Curve:
         """Return the held-out results of one process that trained on that many tokens with the run's config.
 
         A result that a previous call left in the run's folder is used again. It is empty if training did not finish.
@@ -244,7 +245,7 @@ class LocalRun:
         return found or []
 
 
-def _curve_in(path: Path, tokens: int) -> run_summary.Curve | None:
+def _curve_in(path: Path, tokens: int) -> run_report.Curve | None:
     """Return the curve in that file if it is about that many tokens."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -35,7 +35,7 @@ from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import is_given, say, to_toml
-from archipelago.ops.watch import run_summary
+from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch.reading import RECENT_ROUNDS
 from archipelago.ops.watch.watcher import Watcher
 
@@ -141,11 +141,11 @@ def main(options: UpOptions) -> int:
         finished = local.train()
         _keep_settings(folder, config, local.steps)  # an operator may have changed the length meanwhile
         report = local.report(described, with_comparison=finished and options.one_process and has_losses)
-    earlier = {} if local.seconds else run_summary.read(folder) or {}
+    earlier = {} if local.seconds else run_report.read(folder) or {}
     if earlier.keys() >= report.keys():  # this call trained nothing, and keeps the report of the one that did
         report = earlier
     else:
-        run_summary.write(folder, report)
+        run_report.write(folder, report)
     _farewell(report, finished, folder, options)
     return 0 if finished else INTERRUPTED
 
@@ -274,7 +274,7 @@ def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpO
     if options.json:
         print_json(report)
     say()
-    say(run_summary.result_in_words(report))
+    say(run_report.result_in_words(report))
     say(f"  {report['syncs_in_words']}")
     place = shlex.quote(str(folder))
     if not finished:

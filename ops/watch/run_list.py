@@ -23,7 +23,7 @@ from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.run_source import RUNS, address_of
 from archipelago.ops.settings import say, table_console
-from archipelago.ops.watch import run_summary
+from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch.formatting import ago, new_table
 from archipelago.ops.watch.reading import observe
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: What a run writes into its folder. Their times tell when it was last active; a folder without any of them is no run.
-_TRACES = ("config.toml", run_summary.TEXT, "redis/*", "merger/*", "islands/*/*")
+_TRACES = ("config.toml", run_report.SUMMARY, "redis/*", "merger/*", "islands/*/*")
 
 
 @dataclass(frozen=True)
@@ -178,17 +178,17 @@ def _stopped(path: Path) -> RunEntry:
     numbers: list[int] = []
     with suppress(ArchipelagoError):
         numbers = MergerFolder(path / "merger").store.numbers()
-    report, times = run_summary.read(path) or {}, []
+    summary, times = run_report.read(path) or {}, []
     for trace in _traces(path):
         with suppress(OSError):
             times.append(trace.stat().st_mtime)
 
     def count(name: str) -> int:
-        found = report.get(name)
+        found = summary.get(name)
         return found if isinstance(found, int) else 0
 
     entry = RunEntry(
-        path.name, str(path), "finished" if report.get("finished") else "ended",
+        path.name, str(path), "finished" if summary.get("finished") else "ended",
         parameters=count("parameters"), round=count("rounds") or max(numbers, default=0), step=count("steps"),
         steps=count("steps"), known=count("islands"), is_served=False,
         idle_seconds=max(0.0, time.time() - max(times)) if times else math.nan,

@@ -25,7 +25,6 @@ from archipelago.ops.launch.init import InitOptions, next_steps
 from archipelago.ops.launch.init import main as init
 from archipelago.ops.watch.doctor.main import DoctorOptions
 from archipelago.ops.watch.doctor.main import main as doctor
-from archipelago.ops.watch.report import commands
 from archipelago.ops.watch.status import StatusOptions
 from archipelago.ops.watch.status import main as status
 from archipelago.ops.watch.steer import SteerOptions
@@ -124,7 +123,6 @@ def test_a_run_of_scripts_has_no_settings_of_ours_and_no_model(served: Served) -
     shown = page_data.settings(manifest)
     assert shown["inner.steps"] == "1000"
     assert not {"data.corpus", "inner.learning_rate", "model.size"} & set(shown)
-    assert "training scripts" in commands(manifest, 1, [])
     assert footprint(manifest).island == 16 * manifest.parameters, "what the link holds"
     parts = redis_parts(manifest.config, manifest.parameters, max(manifest.sizes))
     assert footprint(manifest).redis == sum(parts.values())

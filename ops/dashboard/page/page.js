@@ -248,7 +248,7 @@ function troublesOf(island) {
 function writeIsland(island) {
   const { root, buttons } = rowOf(island.name), { asked } = island;
   const word = asked === "expel" ? "expelled" : asked === "drain" && island.live ? "draining" : island.shown;
-  const where = [island.device, island.host, island.optimizer_origin && island.optimizer_origin !== "fresh" ? `from ${island.optimizer_origin}` : ""].filter(Boolean);
+  const where = [island.device, island.host, inlined || only ? island.machine : "", island.optimizer_origin && island.optimizer_origin !== "fresh" ? `from ${island.optimizer_origin}` : ""].filter(Boolean);
   const cells = cellsOf(island), troubles = troublesOf(island), shown = JSON.stringify([word, where, cells, troubles, island.strip]);
   buttons.forEach((button, n) => { button.hidden = [!island.live || asked, asked === "expel", !asked][n]; });
   root.classList.toggle("gone", !island.live);
@@ -341,11 +341,9 @@ function writeSettings(settings, changed, set) {
   }));
 }
 
-/** Shows where the figures of a report come from, and how to repeat the run. */
-function writeAbout({ sections, commands }) {
-  $("about").replaceChildren(...Object.entries(sections).map(([title, facts]) => element("div", "", element("h3", "", title),
-    element("dl", "", ...Object.entries(facts).flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)])))));
-  put("commands", commands);
+/** Shows how the run ended. */
+function writeAbout(sentences) {
+  $("about").replaceChildren(...sentences.map((words) => element("p", "", `${words[0].toUpperCase()}${words.slice(1).replace(/\.$/, "")}.`)));
 }
 
 // -- the state of the run, and the connection --------------------------------------------------------------------------

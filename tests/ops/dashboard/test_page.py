@@ -188,8 +188,7 @@ def test_a_report_is_one_file_that_needs_no_network(
     assert page.line("chart-islands")[0] == [*range(1, 41), 40]  # The last point is the present.
     assert "</script>" in page.text("#events")
     assert not page.is_shown("#steer")
-    assert "first record" in page.text("#about")
-    assert "archipelago up" in page.text("#commands")
+    assert "synchronised 20 times" in page.text("#about")
     page.driver.get(f"{path.as_uri()}#settings")
     until(lambda: page.is_shown("#settings-rows"), "the tab is in the address")
     assert page.run("return window.evil === undefined")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.config import checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
@@ -28,12 +26,17 @@ from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.commands import run
 from archipelago.ops.dashboard.page_data import PAGE
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
-from archipelago.ops.settings import flags
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.reading import observe, summarise
-from archipelago.ops.watch.report import SCRIPTS, ReportOptions, commands, everything, html, of_watch
-from archipelago.ops.watch.run_summary import result_in_words, syncs_in_words
+from archipelago.ops.watch.report import (
+    SCRIPTS,
+    ReportOptions,
+    everything,
+    html,
+    of_watch,
+    result_in_words,
+    syncs_in_words,
+)
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.export import find
@@ -79,7 +82,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transport = MemoryBroker().connect("sample")
     fill(transport)
     view = observe(transport, MANIFEST)
-    summary = run_summary.summary(
+    summary = run_report.summary(
         view,
         [(100, 6.0), (200, 5.0)],
         loss_unit(MANIFEST.corpus),
@@ -87,7 +90,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         seconds=1.0,
         server="none",
     )
-    run_summary.write(folder, summary)
+    run_report.write(folder, summary)
     pending = samples.packed(np.zeros(MANIFEST.sizes[0], np.float32))
     image = samples.image(MANIFEST, [pending], noise=b"", tape=transport.reader.tape(99),
                           evaluations=transport.reader.evaluations())  # fmt: skip
@@ -201,39 +204,19 @@ def test_an_error_names_the_mistake(
 
 def test_an_unreadable_report_is_ignored(tmp_path: Path) -> None:
     for text in ("[1]", "null", "{"):
-        (tmp_path / run_summary.TEXT).write_text(text)
-        assert run_summary.read(tmp_path) is None, text
+        (tmp_path / run_report.SUMMARY).write_text(text)
+        assert run_report.read(tmp_path) is None, text
 
 
 def test_the_report_says_where_its_figures_come_from(ended: Path) -> None:
     found, _ = everything(ReportOptions("sample", folder=ended.parent))
-    sections = found["about"]["sections"]
     assert found["page"]["settings"]["version.jax"] == MANIFEST.versions["jax"]
     assert MANIFEST.corpus.digest in found["page"]["settings"]["corpus"]
-    assert sections["Run"]["config digest"] == MANIFEST.config.digest()
-    assert sections["Result"]["baseline"].startswith("5.0000: ")
-    assert sections["Result"]["relative to it"] == "-20.00 %"
+    assert found["page"]["settings"]["config digest"] == MANIFEST.config.digest()
+    assert "20.0% below one process on as many tokens (5.0000)" in found["about"][0]
     assert found["charts"]["one_process"] == [[100, 6.0], [200, 5.0]]
     assert set(found["page"]["settings"]) >= {"seed", "sync.interval", "model.size"}
     assert set(found["page"]["changed"]) <= set(found["page"]["settings"])
-
-
-def test_the_commands_repeat_the_settings() -> None:
-    several = {"record": True, "sync": {"interval": 12}, "wire": {"thin": ""}, "inner": {"learning_rate": 0.5}}
-    for changed in ({}, {"seed": 3}, several):
-        config = checked(changed)
-        line = commands(replace(MANIFEST, config=config), islands=2, steered=[]).splitlines()[-1]
-        assert shlex.split(line) == ["archipelago", "up", "--run", "sample-again", "--islands", "2", *flags(config)]
-
-
-def test_the_commands_name_weights_and_steering() -> None:
-    manifest = replace(MANIFEST, versions={**MANIFEST.versions, "weights": "my model.safetensors 0123"})
-    steered = replace(samples.commit([]).tape, steered="outer.learning_rate=0.5")
-    script = commands(manifest, islands=3, steered=[steered])
-    assert "--from 'my model.safetensors'" in script
-    assert script.index("archipelago up") < script.index(
-        "archipelago steer runs/sample-again/admin.join outer.learning_rate=0.5"
-    )
 
 
 def trained(rounds: int, step: int, islands: int = 3) -> RunView:
