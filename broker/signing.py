@@ -16,7 +16,10 @@ incarnation decides.
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -24,8 +27,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ConfigError, UnreachableError, WireError
+from archipelago.broker.invitation import Invitation, Members, raw_key
 from archipelago.broker.presence import Presence
+from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
 from archipelago.broker.wire import SIGNED_DIGITS, digest, signed_digest
 
 Kind = Literal[
@@ -62,6 +67,10 @@ FIRST: Stamp = (-1, 0)
 EPOCHS_SKIPPED = 1000
 #: How many incarnations of each island are remembered.
 INCARNATIONS = 8
+#: The members are read again when they are older than this, so a revoked key is refused within this time.
+FRESH_SECONDS = 1.0
+#: While their server is away, the members that were known last count for this long.
+KNOWN_SECONDS = 600.0
 _STAMP = re.compile(rb"([0-9]{1,19})-([0-9]{1,19})")
 
 
@@ -250,52 +259,6 @@ def stamp_of(raw: Raw) -> Stamp:
     return int(found[1]), int(found[2])
 
 
-class EventOrder:
-    """The order of the events that one process reads: stamps grow along the stream.
-
-    The process may read from any position again. So the newest stamp is remembered for each entry of the last batch.
-
-    Attributes:
-        is_begun: Whether the process reads events at all.
-    """
-
-    def __init__(self) -> None:
-        self._stamps: dict[str, Stamp] = {}
-        self.is_begun = False
-
-    def begin(self, entry: str, stamp: Stamp) -> None:
-        """Remember the newest stamp at an entry of the stream."""
-        self._stamps = {entry: stamp}
-        self.is_begun = True
-
-    def accept(self, after: str, entry: str, stamp: Stamp) -> None:
-        """Remember the stamp of the event that follows the entry `after`. Raises SignatureError for a replayed one."""
-        if stamp <= self._stamps.get(after, FIRST):
-            raise SignatureError("it is older than the events before it", code="signature.replayed")
-        self._stamps[entry] = stamp
-
-    def keep(self, after: str) -> None:
-        """Forget all entries but that one, from which the next batch is read."""
-        self._stamps = {entry: stamp for entry, stamp in self._stamps.items() if entry == after}
-
-
-class SnapshotOrder:
-    """The newest stamp of each snapshot or header that one process has read since the last resume, by its key."""
-
-    def __init__(self) -> None:
-        self._stamps: dict[str, Stamp] = {}
-
-    def accept(self, key: str, stamp: Stamp) -> None:
-        """Remember the stamp. Raises SignatureError for one that is older than one that was read before."""
-        if stamp < self._stamps.get(key, FIRST):
-            raise SignatureError(f"{key} is older than before", code="signature.replayed")
-        self._stamps[key] = stamp
-
-    def forget(self) -> None:
-        """Accept any snapshot next, because a merger has gone back to what Redis holds."""
-        self._stamps.clear()
-
-
 class HeartbeatOrder:
     """The newest heartbeat of each island, and when this process saw it first.
 
@@ -333,3 +296,88 @@ class HeartbeatOrder:
             return None
         presence, at = self._newest[island]
         return Presence(presence.heartbeat, presence.age_seconds + self._clock() - at)
+
+
+# -- the members of a run ------------------------------------------------------------------------------------------
+
+
+class KnownMembers:
+    """The members of a run as one process knows them. Threads may share it, and those of all shards do.
+
+    Shard 0 has the records. While it is away or hangs, the other shards go on with those that were known last.
+
+    `stored` reads them from Redis, and `aside` runs an attempt to do so beside the calls.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        stored: Callable[[], Members],
+        clock: Callable[[], float] = time.monotonic,
+        aside: Aside = on_a_thread,
+    ) -> None:
+        self._run, self._stored = run, stored
+        self._clock, self._aside = clock, aside
+        self._lock = threading.Lock()  # never held while a server is asked
+        self._members = Members()
+        self._keys: dict[str, bytes] = {}
+        self._read_at = self._asked_at = float("-inf")
+        self._answer: Future[Members] = Future()
+
+    def read(self) -> Members:
+        """Return the members, at most FRESH_SECONDS old, or KNOWN_SECONDS while their server is away."""
+        with self._lock:
+            if (now := self._clock()) - self._read_at < FRESH_SECONDS:
+                return self._members
+            is_known = now - self._read_at < KNOWN_SECONDS
+            is_due = now - self._asked_at >= (RETRY_SECONDS if is_known else 0.0)
+            if self._asked_at == self._read_at or (self._answer.done() and is_due):
+                self._answer, self._asked_at = asked(self._stored, self._aside), now
+            answer, asked_at = self._answer, self._asked_at
+        try:
+            found = answer.result(max(0.0, asked_at + FRESH_SECONDS - now) if is_known else None)
+        except (UnreachableError, TimeoutError):
+            if not is_known:
+                raise
+            return self._members
+        with self._lock:
+            if asked_at > self._read_at:
+                self._members, self._read_at = found, asked_at
+                self._keys = {name: raw_key(m.key) for name, m in found.by_name.items() if m.key}
+            return self._members
+
+    def key_of(self, island: str) -> bytes | None:
+        """Return the public key of an island; None for others."""
+        member = self.read().by_name.get(island)
+        if member is None or member.role != "island":
+            return None
+        return self._keys.get(island)
+
+    def islands(self) -> list[str] | None:
+        """Return the names of the invited islands; None in a run without invitations, in which anyone may join."""
+        members = self.read()
+        if not members.merger_key:
+            return None
+        return [name for name, member in members.by_name.items() if member.role == "island"]
+
+    def require_unsigned(self) -> None:
+        """Raise ConfigError if the members of the run sign what they send. This process has no key to do so."""
+        if self.read().merger_key:
+            raise ConfigError(
+                f"the members of the run {self._run!r} sign what they send, and this process has no key",
+                "Start it with a join file, which `archipelago invite` makes, in place of the URL.",
+                code="signature.no-key",
+            )
+
+
+def signing_of(invitation: Invitation | None, run: str, key_of: Callable[[str], bytes | None]) -> Signing:
+    """Return how a process signs and checks messages.
+
+    A process without a join file signs and checks nothing. One with a join file always does if that pins the key of
+    the run's mergers: nothing in Redis can turn it off. Administrators sign as mergers when they create a run.
+    """
+    if invitation is None or not invitation.merger_key:
+        return Signing()
+    name = MERGER if invitation.role in ("merger", "admin") else invitation.name
+    private = raw_key(invitation.private_key) if invitation.private_key else None
+    return Signing(run, name, private, raw_key(invitation.merger_key), key_of)

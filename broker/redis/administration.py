@@ -1,19 +1,16 @@
-"""The members of a run at its Redis, and what administrators do there: invite them, sign the run, and delete it."""
+"""What administrators do at the Redis of a run: invite and remove members, sign the run, and delete it."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import redis
 
 from archipelago.broker.commits import DIFFERENCES_KEPT
-from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError, WireError
-from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, raw_key
+from archipelago.broker.errors import BrokerError, UnreachableError, WireError
+from archipelago.broker.invitation import MERGER_KEY, Member, Members
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import text_fields
 from archipelago.broker.redis.chunks import ChunkStore
@@ -21,7 +18,6 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.stored_run import count_in, state_fields, state_in
-from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
 from archipelago.broker.signing import (
     MERGER,
     SIGNATURE,
@@ -39,10 +35,6 @@ BATCH, SCANNED = 500, 1000
 Kept = Literal["aclfile", "config", "nowhere"]
 #: The server's answers to a command of an administrator that it does not know, or does not permit.
 _NO_ADMIN = "unknown command|unknown subcommand|NOPERM|no permissions|disabled|not allowed|not supported"
-#: The members are read again when they are older than this, so a revoked key is refused within this time.
-FRESH_SECONDS = 1.0
-#: While their server is away, the members that were known last count for this long.
-KNOWN_SECONDS = 600.0
 
 
 def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, key: bytes) -> None:
@@ -262,85 +254,3 @@ class MemberRecords:
             if denied or no_file:
                 return None
             raise
-
-
-class KnownMembers:
-    """The members of a run as one process knows them. Threads may share it, and those of all shards do.
-
-    Shard 0 has the records. While it is away or hangs, the other shards go on with those that were known last.
-
-    `stored` reads them from Redis, and `aside` runs an attempt to do so beside the calls.
-    """
-
-    def __init__(
-        self,
-        run: str,
-        stored: Callable[[], Members],
-        clock: Callable[[], float] = time.monotonic,
-        aside: Aside = on_a_thread,
-    ) -> None:
-        self._run, self._stored = run, stored
-        self._clock, self._aside = clock, aside
-        self._lock = threading.Lock()  # never held while a server is asked
-        self._members = Members()
-        self._keys: dict[str, bytes] = {}
-        self._read_at = self._asked_at = float("-inf")
-        self._answer: Future[Members] = Future()
-
-    def read(self) -> Members:
-        """Return the members, at most FRESH_SECONDS old, or KNOWN_SECONDS while their server is away."""
-        with self._lock:
-            if (now := self._clock()) - self._read_at < FRESH_SECONDS:
-                return self._members
-            is_known = now - self._read_at < KNOWN_SECONDS
-            is_due = now - self._asked_at >= (RETRY_SECONDS if is_known else 0.0)
-            if self._asked_at == self._read_at or (self._answer.done() and is_due):
-                self._answer, self._asked_at = asked(self._stored, self._aside), now
-            answer, asked_at = self._answer, self._asked_at
-        try:
-            found = answer.result(max(0.0, asked_at + FRESH_SECONDS - now) if is_known else None)
-        except (UnreachableError, TimeoutError):
-            if not is_known:
-                raise
-            return self._members
-        with self._lock:
-            if asked_at > self._read_at:
-                self._members, self._read_at = found, asked_at
-                self._keys = {name: raw_key(m.key) for name, m in found.by_name.items() if m.key}
-            return self._members
-
-    def key_of(self, island: str) -> bytes | None:
-        """Return the public key of an island; None for others."""
-        member = self.read().by_name.get(island)
-        if member is None or member.role != "island":
-            return None
-        return self._keys.get(island)
-
-    def islands(self) -> list[str] | None:
-        """Return the names of the invited islands; None in a run without invitations, in which anyone may join."""
-        members = self.read()
-        if not members.merger_key:
-            return None
-        return [name for name, member in members.by_name.items() if member.role == "island"]
-
-    def require_unsigned(self) -> None:
-        """Raise ConfigError if the members of the run sign what they send. This process has no key to do so."""
-        if self.read().merger_key:
-            raise ConfigError(
-                f"the members of the run {self._run!r} sign what they send, and this process has no key",
-                "Start it with a join file, which `archipelago invite` makes, in place of the URL.",
-                code="signature.no-key",
-            )
-
-
-def signing_of(invitation: Invitation | None, run: str, key_of: Callable[[str], bytes | None]) -> Signing:
-    """Return how a process signs and checks messages.
-
-    A process without a join file signs and checks nothing. One with a join file always does if that pins the key of
-    the run's mergers: nothing in Redis can turn it off. Administrators sign as mergers when they create a run.
-    """
-    if invitation is None or not invitation.merger_key:
-        return Signing()
-    name = MERGER if invitation.role in ("merger", "admin") else invitation.name
-    private = raw_key(invitation.private_key) if invitation.private_key else None
-    return Signing(run, name, private, raw_key(invitation.merger_key), key_of)

@@ -8,7 +8,7 @@ from archipelago.broker.commits import START, entry_id
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import EVENTS, KINDS, Event, Refusal, Resume, from_raw
 from archipelago.broker.redis.connection import RedisConnection, block_ms
-from archipelago.broker.signing import FIRST, MERGER, EventOrder, Raw, SnapshotOrder, Stamp, stamp_of
+from archipelago.broker.signing import FIRST, MERGER, Raw, SignatureError, Stamp, stamp_of
 from archipelago.broker.transport import REFUSALS_AMONG
 
 REFUSED = KINDS[Refusal].encode()
@@ -108,3 +108,49 @@ class EventStream:
             return stamp_of(raw)
         except WireError:
             return FIRST
+
+
+class EventOrder:
+    """The order of the events that one process reads: stamps grow along the stream.
+
+    The process may read from any position again. So the newest stamp is remembered for each entry of the last batch.
+
+    Attributes:
+        is_begun: Whether the process reads events at all.
+    """
+
+    def __init__(self) -> None:
+        self._stamps: dict[str, Stamp] = {}
+        self.is_begun = False
+
+    def begin(self, entry: str, stamp: Stamp) -> None:
+        """Remember the newest stamp at an entry of the stream."""
+        self._stamps = {entry: stamp}
+        self.is_begun = True
+
+    def accept(self, after: str, entry: str, stamp: Stamp) -> None:
+        """Remember the stamp of the event that follows the entry `after`. Raises SignatureError for a replayed one."""
+        if stamp <= self._stamps.get(after, FIRST):
+            raise SignatureError("it is older than the events before it", code="signature.replayed")
+        self._stamps[entry] = stamp
+
+    def keep(self, after: str) -> None:
+        """Forget all entries but that one, from which the next batch is read."""
+        self._stamps = {entry: stamp for entry, stamp in self._stamps.items() if entry == after}
+
+
+class SnapshotOrder:
+    """The newest stamp of each snapshot or header that one process has read since the last resume, by its key."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[str, Stamp] = {}
+
+    def accept(self, key: str, stamp: Stamp) -> None:
+        """Remember the stamp. Raises SignatureError for one that is older than one that was read before."""
+        if stamp < self._stamps.get(key, FIRST):
+            raise SignatureError(f"{key} is older than before", code="signature.replayed")
+        self._stamps[key] = stamp
+
+    def forget(self) -> None:
+        """Accept any snapshot next, because a merger has gone back to what Redis holds."""
+        self._stamps.clear()

@@ -13,12 +13,11 @@ from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import Contribution, Handover, from_raw, text_fields, to_fields
 from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.ranges import ReadPosition, choose, holder_in
-from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.connection import ATTEMPTS, DisturbedError
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.updates import REMEMBER_SECONDS
-from archipelago.broker.signing import Raw
+from archipelago.broker.signing import KnownMembers, Raw
 from archipelago.broker.transport import Around
 
 #: How long an answer is kept for the island that requested it.

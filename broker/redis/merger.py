@@ -25,13 +25,13 @@ from archipelago.broker.failpoints import failpoint
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.messages import KINDS, Call, Event, Marker, Refusal, Resume, TapeEntry, text_fields, to_fields
 from archipelago.broker.presence import Presence
-from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import ChangedError, Lease
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.script import Command, Write
 from archipelago.broker.redis.stored_run import DIGEST, Compactions, RedisPlaced, hash_of, state_fields
 from archipelago.broker.redis.updates import IslandNames, UpdatesConsumer
+from archipelago.broker.signing import KnownMembers
 from archipelago.broker.transport import STANDBY_SECONDS
 
 EVENTS_KEPT = 20_000

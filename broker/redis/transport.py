@@ -14,7 +14,7 @@ from archipelago.broker.full_state import Compaction
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
-from archipelago.broker.redis.administration import KnownMembers, MemberRecords, signing_of
+from archipelago.broker.redis.administration import MemberRecords
 from archipelago.broker.redis.chunks import ORPHAN_SECONDS, ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
@@ -27,7 +27,7 @@ from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import Compactions, StoredRun, state_fields
 from archipelago.broker.redis.updates import EVALUATIONS_KEPT, IslandNames, UpdatesStreams
-from archipelago.broker.signing import EPOCHS_SKIPPED
+from archipelago.broker.signing import EPOCHS_SKIPPED, KnownMembers, signing_of
 
 
 def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTransport:

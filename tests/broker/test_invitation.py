@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker import invitation
+from archipelago.broker import invitation, signing
 from archipelago.broker.errors import ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import MEMBERS_MAX, MERGER_KEY, Invitation, Member, Members, key_text
-from archipelago.broker.redis import administration
-from archipelago.broker.redis.administration import KnownMembers
+from archipelago.broker.signing import KnownMembers
 from tests.conftest import Until
 from tests.failing import failing
 from tests.tiers import examples
@@ -106,7 +105,7 @@ def test_members_are_read_and_damaged_ones_admit_nobody() -> None:
 
 def test_known_members_count_while_their_server_is_away(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     """Shard 0 has the members, and the mergers and islands of all shards ask for them."""
-    monkeypatch.setattr(administration, "FRESH_SECONDS", 0.01)
+    monkeypatch.setattr(signing, "FRESH_SECONDS", 0.01)
     now, state, name, ended = 0.0, "there", "old", threading.Event()
 
     def stored() -> Members:
@@ -127,6 +126,6 @@ def test_known_members_count_while_their_server_is_away(monkeypatch: pytest.Monk
     now, state, name = now + 6.0, "there", "new"
     until(lambda: known.islands() == ["new"], "the members were not read again")
     state = "away"
-    now += 2 * administration.KNOWN_SECONDS
+    now += 2 * signing.KNOWN_SECONDS
     with pytest.raises(UnreachableError):
         known.read()

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.presence import Presence
+from archipelago.broker.redis.events import EventOrder, SnapshotOrder
 from archipelago.broker.signing import (
     MERGER,
     SIGNATURE,
-    EventOrder,
     HeartbeatOrder,
     Kind,
     SignatureError,
     Signing,
-    SnapshotOrder,
     Stamps,
     canonical,
     generate,

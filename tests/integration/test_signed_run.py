@@ -255,7 +255,7 @@ def test_neither_a_stranger_serves_a_signed_run_nor_is_a_changed_manifest_used(r
 
 
 def test_a_revoked_island_is_refused(run: SignedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archipelago.broker.redis.administration.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("archipelago.broker.signing.FRESH_SECONDS", 0.0)
     run.close_until(4)
     run.keys.plain().membership.remove("island-2")
     closed = run.merger.state.closed
