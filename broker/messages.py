@@ -108,7 +108,7 @@ class Contribution(Identified):
     @cached_property
     def positions(self) -> tuple[ReadPosition, ...]:
         """The positions in `data`. Raises WireError if they cannot be read."""
-        return parse_positions(self.data)
+        return parse_positions(self.data) if self.data else ()
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,8 @@ class Inbox:
         """Let a contribution, whose room is reserved, wait for its fragment's next round."""
         c = addend.contribution
         self._waiting[c.fragment].addends.append(addend)
-        self.cursors |= advanced(self.cursors, c.positions)
+        if c.data:
+            self.cursors |= advanced(self.cursors, c.positions)
 
     def _drop(self, p: int) -> list[Addend]:
         """Forget what waits for a fragment's next round, and return it."""

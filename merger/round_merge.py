@@ -164,7 +164,9 @@ class RoundMerge:
             state: The run. With another length of it, which an operator can set, a path is of another length.
             addends: What waits for the fragment's next round, in the order of arrival.
         """
-        config = control.steered(self.manifest.config, state.steered)
+        config = self.manifest.config
+        if state.steered:
+            config = control.steered(config, state.steered)
         version = of.version - 1  # what the contributions meet
         headers = [addend.contribution for addend in addends]
         run_step = state.step + self.manifest.stride  # rounds follow each other by strides of the fastest

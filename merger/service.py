@@ -251,8 +251,9 @@ class Merger:
 
     def _follow_controls(self, requests: Mapping[str, str]) -> None:
         """Apply the operator's requests if they have changed."""
-        if not self.controls.hear(requests, self.state):
+        if requests == self.controls.fields:
             return
+        self.controls.hear(requests, self.state)
         control, config = self.controls.control, self.controls.next_config
         self.rounds.config, self.rounds.is_paused, self.inbox.config = config.sync, control.is_paused, config
         self.rounds.forget(control.expelled)
@@ -275,7 +276,8 @@ class Merger:
         """Merge a round, and begin to commit it. Return the time after that."""
         began, p, spectra_seconds = self.clock(), close.fragment, self.spectra.seconds
         before, after = self.state, self.state.copy()
-        steered = self.controls.apply_settings(after)
+        is_same = after.steered == self.controls.settings
+        steered = "" if is_same else self.controls.apply_settings(after)
         addends = self.inbox.take(p)
         merged = self.rules.close(self.fragments[p], after, addends, len(self.live), close)
         merged_at, spectra_seconds = self.clock(), self.spectra.seconds - spectra_seconds

@@ -175,7 +175,8 @@ class RunState:
         self.bytes_up = saturated(self.bytes_up + sum(c.bytes for c in merged))
         for c in sorted(merged, key=lambda c: c.identity):  # so that the result does not depend on the order of arrival
             self.see(c.identity)
-            self.cursors |= advanced(self.cursors, c.positions)
+            if c.data:
+                self.cursors |= advanced(self.cursors, c.positions)
             before = self.accounts.get(c.island, Account())
             self.accounts[c.island] = Account(
                 round=number,

@@ -37,35 +37,32 @@ class OperatorControls:
         self._is_home = not manifest.shard
         self._shards = [of_shard(transport, manifest, shard) for shard in range(manifest.shards)]
         self.control = Control()
-        self._fields: dict[str, str] | None = None
+        #: The requests that were heard last; None before the first ones.
+        self.fields: dict[str, str] | None = None
         #: The config of the next round, with the operator's changes.
         self.next_config = self.config
-        self._settings: dict[str, float] = {}
+        #: The settings of the next round that differ from the config.
+        self.settings: dict[str, float] = {}
 
     def resume_from(self, state: RunState) -> None:
         """Continue from the requests that an earlier merger acted on, without noting them again."""
-        self.control, self._fields = Control.of(state.control), None
+        self.control, self.fields = Control.of(state.control), None
 
-    def hear(self, fields: Mapping[str, str], state: RunState) -> bool:
-        """Take the requests, and return whether they have changed."""
-        if fields == self._fields:
-            return False
-        before, self.control, self._fields = self.control, Control.of(fields), dict(fields)
+    def hear(self, fields: Mapping[str, str], state: RunState) -> None:
+        """Take the requests, which have changed."""
+        before, self.control, self.fields = self.control, Control.of(fields), dict(fields)
         acted_on = {name: value for name, value in self.control.fields.items() if name != CHECKPOINT}
         if self.control.checkpoint and CHECKPOINT in state.control:
             acted_on[CHECKPOINT] = state.control[CHECKPOINT]
         state.control = acted_on
-        self._settings = control.in_force(self.config, state.steered, self.control)
-        self.next_config = control.steered(self.config, self._settings)
+        self.settings = control.in_force(self.config, state.steered, self.control)
+        self.next_config = control.steered(self.config, self.settings)
         self._note_changes(before)
-        return True
 
     def apply_settings(self, state: RunState) -> str:
         """Apply the requested settings to the closing round's state, and return the changes for its tape entry."""
-        if self._settings == state.steered:
-            return ""
-        changes = control.changes_text(self.config, state.steered, self._settings)
-        state.steered = self._settings
+        changes = control.changes_text(self.config, state.steered, self.settings)
+        state.steered = self.settings
         return changes
 
     def note(self, kind: str, text: str) -> None:

@@ -96,12 +96,13 @@ class Published:
         import jax
 
         from archipelago.islands.sync.arrays import own_copy, sharding_of
+        from archipelago.islands.user_loop.parameters import frozen_values
         from archipelago.islands.user_loop.tree import TreeLayout
 
         layout = self._chosen(lambda trained: TreeLayout.of(tree, trained))
         if layout.is_spread:
             raise _spread()
-        self._require_same(layout.tensors(lambda name: "rest"), layout.frozen_values())
+        self._require_same(layout.tensors(lambda name: "rest"), frozen_values(layout))
         on_host = {name for name, leaf in layout.leaves_of(tree).items() if isinstance(leaf, np.ndarray)}
 
         def fill(named: Named) -> Any:

@@ -18,10 +18,10 @@ from archipelago.islands.sync.participant import Host
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.user_loop.held_out import Evaluate
 from archipelago.islands.user_loop.new_run import create_run, settings
-from archipelago.islands.user_loop.parameters import LoopState, TreeParameters
+from archipelago.islands.user_loop.parameters import LoopState, TreeParameters, frozen_values, require_values
 from archipelago.islands.user_loop.session import Session
 from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
-from archipelago.islands.user_loop.tree import PyTree, TreeLayout, host_vector, require_values
+from archipelago.islands.user_loop.tree import PyTree, TreeLayout, host_vector
 from archipelago.islands.worker import jax_host
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def create(
         from archipelago.islands.user_loop.parallel import create_spread
 
         return create_spread(layout, params, made, f"create {name}")
-    return made(lambda leaf: host_vector([leaves[leaf]]), layout.frozen_values)
+    return made(lambda leaf: host_vector([leaves[leaf]]), partial(frozen_values, layout))
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class JoinedRun(Session):
         return self._parameters.layout.tensors(lambda name: "rest")
 
     def _frozen(self) -> Sequence[FrozenValues]:
-        return self._parameters.layout.frozen_values()
+        return frozen_values(self._parameters.layout)
 
     def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> Replica:
         self._replica = self._new_replica(manifest)

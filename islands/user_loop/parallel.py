@@ -25,7 +25,7 @@ from archipelago.islands.team.protocol import Said, Work
 from archipelago.islands.team.scripts import Following, Leading, create_together
 from archipelago.islands.user_loop.joining import JoinedRun, Joining
 from archipelago.islands.user_loop.new_run import FirstValues, Frozen
-from archipelago.islands.user_loop.parameters import LoopState, TreeParameters
+from archipelago.islands.user_loop.parameters import LoopState, TreeParameters, frozen_values
 from archipelago.islands.user_loop.tree import TreeLayout, host_vector, pieces
 
 
@@ -70,7 +70,7 @@ class SpreadLeaves:
         def read(name: str) -> Iterator[memoryview]:
             yield from pieces(self.give(name))
 
-        return [replace(values, pieces=partial(read, values.name)) for values in self._layout.frozen_values()]
+        return [replace(values, pieces=partial(read, values.name)) for values in frozen_values(self._layout)]
 
 
 def joined(given: Joining) -> Leader | Follower:

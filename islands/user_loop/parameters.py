@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Handover
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy, own_pieces, put_like
 from archipelago.islands.sync.recovery import NO_BOUNDS, MomentBounds
-from archipelago.islands.user_loop.tree import FrozenLeaves, TreeLayout, name_of, require_values
+from archipelago.islands.user_loop.tree import FrozenLeaves, TreeLayout, name_of, pieces
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +168,28 @@ def _require_like(name: str, leaf: Any, template: Any) -> None:
             code="loop.other-tree",
         )
     require_values(name, leaf)
+
+
+def require_values(name: str, leaf: Any) -> Any:
+    """Return a leaf. Raise ConfigError (`loop.meta`) for one without values, such as one that a computation took."""
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
+    if is_abstract or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        fault = f"is a {type(leaf).__name__}" if is_abstract else "was donated to a computation"
+        raise ConfigError(
+            f"the leaf {name!r} has no values: it {fault}",
+            "Give arrays that no step has taken, such as those that the last step returned, and call `create`, `join` "
+            "and `sync` outside of functions that JAX transforms.",
+            code="loop.meta",
+        )
+    return leaf
+
+
+def frozen_values(layout: TreeLayout) -> list[FrozenValues]:
+    """Return the frozen leaves of a tree. Raises ConfigError (`loop.meta`) for one without values."""
+    return [
+        FrozenValues(name, tuple(like.shape), str(like.dtype), partial(pieces, require_values(name, layout.own[name])))
+        for name, like in layout.frozen.items()
+    ]
 
 
 #: The state of an inner optimiser: any tree.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.sync.arrays import own_pieces, sharding_of
 from archipelago.islands.user_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
@@ -101,15 +99,6 @@ class TreeLayout:
         leaves = jax.tree.leaves(tree)
         return {self.names[place]: leaves[place] for place in self.merged}
 
-    def frozen_values(self) -> list[FrozenValues]:
-        """Return the frozen leaves. Raises ConfigError (`loop.meta`) for one without values."""
-        return [
-            FrozenValues(
-                name, tuple(template.shape), str(template.dtype), partial(pieces, require_values(name, self.own[name]))
-            )
-            for name, template in self.frozen.items()
-        ]
-
     def tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the tree."""
         return tuple(Tensor(name, tuple(leaf.shape), kind_of(name)) for name, leaf in self.templates.items())
@@ -177,20 +166,6 @@ def _require_everywhere(templates: Mapping[str, jax.ShapeDtypeStruct]) -> None:
                 "Put all leaves on one mesh of `jax.devices()`: `PartitionSpec()` keeps a leaf whole on each.",
                 code="loop.sharded",
             )
-
-
-def require_values(name: str, leaf: Any) -> Any:
-    """Return a leaf. Raise ConfigError (`loop.meta`) for one without values, such as one that a computation took."""
-    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
-    if is_abstract or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
-        fault = f"is a {type(leaf).__name__}" if is_abstract else "was donated to a computation"
-        raise ConfigError(
-            f"the leaf {name!r} has no values: it {fault}",
-            "Give arrays that no step has taken, such as those that the last step returned, and call `create`, `join` "
-            "and `sync` outside of functions that JAX transforms.",
-            code="loop.meta",
-        )
-    return leaf
 
 
 def host_vector(leaves: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

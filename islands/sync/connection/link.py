@@ -248,8 +248,10 @@ class Link:
 
     def pump_handovers(self) -> None:
         """Look for newcomers who ask for inner optimiser state, and hand it over to those who were promised it."""
+        if not self.giver.is_willing:
+            return
         beats = self.heartbeats
-        if self.giver.is_willing and beats.is_heard and beats.newest is not None and beats.newest.state == "training":
+        if beats.is_heard and beats.newest is not None and beats.newest.state == "training":
             self.giver.offer()
         self.giver.pump()
 

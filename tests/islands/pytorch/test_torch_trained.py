@@ -12,6 +12,7 @@ import pytest
 import archipelago
 from archipelago import SyncConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.islands.user_loop.parameters import frozen_values
 from archipelago.islands.user_loop.tree import TreeLayout
 from tests import pytorch
 from tests.failing import failing
@@ -75,7 +76,7 @@ def test_jax_has_the_same_digests() -> None:
         model.adapter = torch.nn.Parameter(torch.ones(2))
         tree = {"base": jnp.asarray(values).astype(dtype), "adapter": jnp.ones(2)}
         (ours,) = ModuleParameters(model).frozen_values()
-        (theirs,) = TreeLayout.of(tree, "adapter").frozen_values()
+        (theirs,) = frozen_values(TreeLayout.of(tree, "adapter"))
         assert ours.named() == theirs.named(), dtype
 
 

@@ -15,7 +15,7 @@ import archipelago
 from archipelago.broker.config import RunConfig
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.user_loop.joining import JoinedRun
-from archipelago.islands.user_loop.parameters import TreeParameters
+from archipelago.islands.user_loop.parameters import TreeParameters, frozen_values
 from archipelago.islands.user_loop.tensors import kinds_by
 from archipelago.islands.user_loop.tree import TreeLayout
 from archipelago.merger.storage import MergerFolder
@@ -114,7 +114,7 @@ class OwnRun(LoopRun):
         params = tree() if params is None else params
         layout = TreeLayout.of(params, trained)
         first = {name: np.asarray(leaf, np.float32) for name, leaf in layout.leaves_of(params).items()}
-        frozen = [values.named() for values in layout.frozen_values()]
+        frozen = [values.named() for values in frozen_values(layout)]
         super().__init__(layout.tensors(kinds_by("embed")), first, config, frozen, connect, folder)
         self._template, self._trained = params, trained
 
