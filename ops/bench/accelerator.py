@@ -1,10 +1,9 @@
 """`archipelago bench accelerator`: what an island costs, on an accelerator or on a CPU, as one table by one command.
 
 For each model: an inner step with syncing over one without, its processor time and memory, tokens a second beside the
-same model in plain JAX, and a profile of syncs, with the share of the copies that hide behind steps; and the same step
-in PyTorch. Then the time to quantise the elements of 124 M parameters to int4, against a copy of the same memory, what
-differs from numpy in every codec and in a merger's spectra, and the time of these. On request also what syncing costs a
-user's own loop in JAX.
+same model in plain JAX, and a profile of syncs for xprof or TensorBoard; and the same step in PyTorch. Then the time to
+quantise the elements of 124 M parameters to int4, against a copy of the same memory, what differs from numpy in every
+codec and in a merger's spectra, and the time of these.
 
 A real island with its link, a merger and a Redis, each a process. In the island's process, steps with syncing and steps
 without take turns, each over whole intervals, so that other work on the machine slows both. A second process only
@@ -22,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -37,21 +36,22 @@ from archipelago.ops.bench.accelerator_codecs import (
     compare_bits,
     quantise_and_copy,
 )
-from archipelago.ops.bench.accelerator_loops import LoopFound, TorchTurns, sync_in_torch, sync_user_loop
 from archipelago.ops.bench.accelerator_processes import (
     RUN,
     IslandTurns,
     TimedTurn,
+    TorchTurns,
     create_run,
     say_backend,
     sync_and_not,
+    sync_in_torch,
     train_only,
 )
 from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
 from archipelago.ops.bench.output import OutputOptions, compared, finish
 from archipelago.ops.settings import say
 
-Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra", "loop"]
+Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra"]
 
 SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
 #: What is measured unless flags say otherwise: int4 both ways, and a batch for a CPU (`settled`).
@@ -72,8 +72,6 @@ STRETCHED = (
 GOAL_COPIES = 2.0
 #: The largest fragments that an island may use in addition to the training and one held copy of the model.
 GOAL_MEMORY = 4.0
-#: A call of `sync` without an event takes less.
-GOAL_CALL_SECONDS = 50e-6
 TURNS, TURNS_QUICK = 5, 2
 #: The shortest turn. It takes as many whole intervals as fill this time.
 TURN_SECONDS, TURN_SECONDS_QUICK = 2.0, 0.2
@@ -90,7 +88,7 @@ class AcceleratorOptions(OutputOptions):
     parts: tuple[Part, ...] = PARTS
     """What to measure: steps with syncing (`steps`), also of a Llama in PyTorch (`pytorch`, which needs the extra
     llama), quantising against a copy (`quantiser`), the bytes of each codec that differ between this device and numpy
-    (`bits`), the same and the time of spectra of matrices (`spectra`), or `run.sync` in a user's own loop (`loop`)."""
+    (`bits`), or the same and the time of spectra of matrices (`spectra`)."""
     spectra: Literal["cpu", "gpu"] = "cpu"
     """Where the merger changes spectra, as for `archipelago merger`. It runs beside the island."""
     mesh: str | None = None
@@ -131,16 +129,10 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             profile = options.output / f"profile-{size}"
             found, alone = measured_turns(own, options, profile)
             models[size] |= {"turns": asdict(found), "alone": asdict(alone), "profile": str(profile)}
-            rows += step_rows(own, backend, found, alone) + profile_rows(profile)
+            rows += step_rows(own, backend, found, alone)
         if "pytorch" in parts and (turns := torch_turns(own, options)):
             models[size]["pytorch"] = turns._asdict()
             rows += torch_rows(own, backend, turns)
-        if "loop" in parts:
-            say(f"{_what(own)}: calls of `sync` in a loop of its own")
-            with own_redis() as server, child(sync_user_loop, server.url, own) as looping:
-                times: LoopFound = looping.receive()
-            models[size]["loop_seconds"] = times._asdict()
-            rows += loop_rows(size, times)
     elements = ELEMENTS_QUICK if options.quick else ELEMENTS
     if "quantiser" in parts:
         say(f"quantising {elements:,} elements to {CODEC}, against a copy")
@@ -280,23 +272,6 @@ def _turn_rows(
     ]
 
 
-def profile_rows(profile: Path) -> list[dict[str, Any]]:
-    """Return the line of the copies in a profile; none for a CPU, which copies nothing."""
-    if (found := hidden_copies(profile)) is None:
-        return []
-    return [_row("  copies behind computation, ms", 1e3 * found.hidden, "all copies", 1e3 * found.all)]
-
-
-def loop_rows(size: str, times: LoopFound) -> list[dict[str, Any]]:
-    """Return the lines of a user's own loop, in comparison with its training step."""
-    calling, goal = 1e6 * statistics.median(times.calls), 1e6 * GOAL_CALL_SECONDS
-    rows = [_row(f"{size}: `sync` without an event, µs", calling, "goal", goal, goal=1.0)]
-    step = 1e3 * statistics.median(times.steps)
-    for name, seconds in (("send", times.send), ("adopt", times.adopt)):
-        rows.append(_row(f"  {name} the whole model, ms", 1e3 * statistics.median(seconds), "a step", step))
-    return rows
-
-
 def spectrum_rows(found: SpectrumFound) -> list[dict[str, Any]]:
     """Return the lines of a matrix whose spectrum is changed."""
     what = "the spectrum of {:,} × {:,}, exponent {:g}".format(*found.shape, found.exponent)
@@ -315,46 +290,3 @@ def _row(
         assert not isinstance(theirs, str)  # noqa: S101
         ratio = ours / theirs
     return {"what": what, "ours": ours, "against": against, "theirs": theirs, "ratio": ratio, "goal": goal}
-
-
-# -- copies between the host and a GPU, in a profile of JAX: whether they hide behind computation ----------------------
-
-#: The start and the end of an event on a device, in seconds.
-Interval = tuple[float, float]
-#: The beginnings of the names of copies from and to the host in a profile.
-COPIES = ("MemcpyH2D", "MemcpyD2H")
-
-
-class Copies(NamedTuple):
-    """The seconds of all copies, and of those during which the device also computed."""
-
-    all: float
-    hidden: float
-
-
-def hidden_copies(profile: Path) -> Copies | None:
-    """Return the copies in the newest profile of a folder; None if no GPU was profiled."""
-    from jax.profiler import ProfileData
-
-    newest = max(profile.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    copies: list[Interval] = []
-    computation: list[Interval] = []
-    for plane in ProfileData.from_file(str(newest)).planes:
-        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-            for event in line.events if line.name.startswith("Stream") else ():  # other lines repeat these events
-                kind = copies if event.name.startswith(COPIES) else computation
-                kind.append((event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9))
-    return compare(copies, computation) if computation else None
-
-
-def compare(copies: Sequence[Interval], computation: Sequence[Interval]) -> Copies:
-    """Return how long copies took, and how long something was computed meanwhile."""
-    edges = [(at, kind, change) for kind, events in enumerate((copies, computation)) for event in events
-             for at, change in zip(event, (1, -1), strict=True)]  # fmt: skip
-    active, before, copied, hidden = [0, 0], 0.0, 0.0, 0.0
-    for at, kind, change in sorted(edges):
-        copied += at - before if active[0] else 0.0
-        hidden += at - before if all(active) else 0.0
-        active[kind] += change
-        before = at
-    return Copies(copied, hidden)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
@@ -251,3 +251,73 @@ def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, cou
     state, _ = plain(work.steps, work.begin(build(config.model).init(config.seed)), batches, scan_steps, scan_steps)
     _, turn = plain(work.steps, state, batches, count, scan_steps)
     pipe.send(turn)
+
+
+# -- PyTorch ---------------------------------------------------------------------------------------------------------
+
+
+class TorchTurns(NamedTuple):
+    """Turns in PyTorch: the steps of each, the seconds with `sync` and without, and the syncs of the model."""
+
+    steps: int
+    on: list[float]
+    off: list[float]
+    syncs: list[float]
+
+
+def sync_in_torch(
+    pipe: Connection, url: str, cores: set[int], config: RunConfig, pairs: int, turn_seconds: float
+) -> None:
+    """Create a run and join it as a user's script does. Turns of steps with `sync` and without follow each other.
+
+    The model is a Llama of the dimensions that the config names. The process says that the run is created, waits for
+    an answer when a merger serves it, and sends a `TorchTurns`.
+    """
+    os.sched_setaffinity(0, cores)
+    import torch
+    import transformers
+
+    from archipelago.islands.models import llama
+    from archipelago.islands.pytorch.joining import create, join
+
+    size, data, is_cuda = llama.DENSE[config.model.size], config.data, torch.cuda.is_available()
+    device = torch.device("cuda" if is_cuda else "cpu")
+    settings = llama.config_of(size, config.model.vocabulary, data.sequence_length, "float32")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randint(config.model.vocabulary, (data.batch_size, data.sequence_length), device=device)
+    sections: dict[str, Any] = {name: getattr(config, name) for name in ("sync", "merge", "outer", "adopt", "wire")}
+    create(url, RUN, model, steps=config.inner.steps, names=llama.from_llama, **sections)
+    pipe.send("created")
+    pipe.recv()
+    joined: Any = join(url, RUN, model, optimizer, names=llama.from_llama, island=INCARNATION)
+    with joined as run:
+
+        def turn(steps: int, *, syncs: bool) -> float:
+            began = time.perf_counter()
+            for _ in range(steps):
+                with torch.autocast(device.type, torch.bfloat16, enabled=is_cuda):
+                    loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if syncs:
+                    run.sync(tokens=batch.numel(), loss=loss)
+            if is_cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        def adopted() -> int:
+            return sum(int(count.version) for count in run._loop.ledger.counts)
+
+        interval, found = config.sync.interval, TorchTurns(0, [], [], [])
+        turn(interval, syncs=True)  # This turn pays for everything that happens only once.
+        settle(run._loop.link)  # or the merger would still compile its programs
+        found = found._replace(steps=interval * math.ceil(turn_seconds / turn(interval, syncs=True)))
+        for _ in range(pairs):
+            before = adopted()
+            found.on.append(turn(found.steps, syncs=True))
+            settle(run._loop.link)  # or its threads would work during the next turn
+            found.syncs.append((adopted() - before) / config.sync.fragments)
+            found.off.append(turn(found.steps, syncs=False))
+        pipe.send(found)

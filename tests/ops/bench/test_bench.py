@@ -16,9 +16,7 @@ from archipelago.broker.config import ModelConfig, RunConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.ops.bench import accelerator, largest, wire
 from archipelago.ops.bench import sync as bench_sync
-from archipelago.ops.bench.accelerator import Copies, compare
-from archipelago.ops.bench.accelerator_loops import LoopFound, TorchTurns
-from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn
+from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn, TorchTurns
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
 from archipelago.ops.bench.sync import Torchft
@@ -101,12 +99,6 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
         assert (beside["ours"], between["ours"], held["ours"], held["theirs"]) == (500, 200, 100, 25)
 
 
-def test_the_figures_of_a_loop_are_ratios_to_a_step() -> None:
-    call, send, adopt = accelerator.loop_rows("tiny", LoopFound([0.1, 0.2, 0.9], [5e-6], [0.02], [0.04, 0.05, 0.9]))
-    assert (call["ratio"], call["goal"]) == pytest.approx((0.1, 1.0))
-    assert (send["ratio"], adopt["ratio"]) == pytest.approx((0.1, 0.25))
-
-
 def test_steps_in_pytorch_have_a_goal_if_their_rounds_were_not_stretched(capsys: pytest.CaptureFixture[str]) -> None:
     for syncs, goal in ((2.0, 1.01), (1.5, "")):
         turns = TorchTurns(48, on=[4.8, 5.28, 4.8], off=[4.8, 4.8, 4.8], syncs=[syncs] * 3)
@@ -114,12 +106,6 @@ def test_steps_in_pytorch_have_a_goal_if_their_rounds_were_not_stretched(capsys:
         assert (step["ours"], step["ratio"], step["goal"]) == (pytest.approx(100.0), 1.0 if goal else "", goal)
         assert (counted["ours"], counted["theirs"]) == (syncs, 2.0)
         assert ("stretched" in capsys.readouterr().err) == (goal == "")
-
-
-def test_a_copy_hides_as_far_as_something_is_computed_meanwhile() -> None:
-    copies, computation = [(1.0, 3.0), (2.0, 4.0), (9.0, 10.0)], [(0.0, 2.0), (3.5, 5.0), (3.0, 4.0)]
-    assert compare(copies, computation) == Copies(all=4.0, hidden=2.0)
-    assert compare([], computation) == Copies(0.0, 0.0)
 
 
 def test_batches_and_codecs_of_an_island_have_defaults_and_settings_win() -> None:

@@ -29,7 +29,7 @@ pytestmark = [
 #: The smallest flags of the verbs that have small ones, with few programs to compile.
 SMALLEST = {
     "accelerator": (
-        *("--quick", "--sizes", "tiny", "--parts", "steps", "pytorch", "quantiser", "bits", "spectra", "loop"),
+        *("--quick", "--sizes", "tiny", "--parts", "steps", "pytorch", "quantiser", "bits", "spectra"),
         *("--sync.interval", "4", "--sync.fragments", "1", "--merge.embedding", "average", "--merge.rest", "average"),
     ),
     "largest": ("--parameters", "15000", "--fragments", "3"),
@@ -62,7 +62,6 @@ def test_what_an_island_costs_is_measured(tmp_path: Path) -> None:
     assert island["alone"]["peak_bytes"] > 4 * 3 * turns["parameters"]
     assert turns["held_bytes"] == 4 * turns["parameters"]
     assert list(Path(island["profile"]).rglob("*.xplane.pb")), "the profile"
-    assert all(min(seconds) > 0 for seconds in island["loop_seconds"].values())
     if find_spec("transformers") is not None:
         in_torch = island["pytorch"]
         assert min(*in_torch["on"], *in_torch["off"]) > 0 and sum(in_torch["syncs"]) > 0
