@@ -13,35 +13,67 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from archipelago.broker.config import DataConfig, InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
-from archipelago.ops.bench.two_islands import (
-    FRAGMENTS,
-    PARAMETERS,
-    PATIENCE_SECONDS,
-    TENSORS,
-    WIRE,
-    Rule,
-    Synced,
-    SyncSize,
-    TwoIslands,
-    two_islands,
+from archipelago.broker.machine import usable_cores
+from archipelago.broker.manifest import Manifest, Tensor, balanced
+from archipelago.broker.process import return_freed_memory
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Transport
+from archipelago.broker.wire import pack
+from archipelago.islands.computation import Computation
+from archipelago.islands.data.batches import Batches, range_order
+from archipelago.islands.inner import InnerState
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.worker import Island
+from archipelago.ops.bench.harness import (
+    OF_ISLAND,
+    MeasuredProcess,
+    Pieces,
+    Spent,
+    child,
+    first_version,
+    manifest_of,
+    own_redis,
+    serve_merger,
+    wait_until,
 )
-from archipelago.ops.launch.supervisor import Child
+from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
+from archipelago.ops.launch.devices import memory_share
+from archipelago.ops.launch.supervisor import Child, thread_environment
 from archipelago.ops.settings import say
 
+RUN = "sync"
+Rule = Literal["average", "rda", "isotropic"]
+ISLANDS = ("oslo", "lima")
+#: The processes that share this machine's cores.
+PROCESSES = 1 + len(ISLANDS)
+PARAMETERS = 10_000_000
+#: The tensors have one shape, so that each fragment is two of them.
+TENSORS, COLUMNS, FRAGMENTS = 12, 1000, 6
+WIRE = WireConfig(up="int4", thin="", down="int4")
+#: All fragments are due at each inner step, so a sync is of the whole model. The quorum waits for both islands.
+AT_ONCE = SyncConfig(interval=1, fragments=FRAGMENTS, window=FRAGMENTS, quorum=len(ISLANDS))
+PATIENCE_SECONDS = 120.0
+TEXT_BYTES = 1 << 20
+NOISE = 1e-3
+#: Syncs that are measured, and those before them that do not count.
+ROUNDS, ROUNDS_QUICK, WARM_UPS = 9, 3, 2
 TORCHFT_PYTHON = "ARCHIPELAGO_TORCHFT_PYTHON"
 #: It runs in a Python environment that has torchft.
 SCRIPT = Path(__file__).with_name("torchft.py")
 END_SECONDS = 10.0
-QUICK = SyncSize(rounds=3)
-#: Rounds at the beginning that do not count.
-WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -56,29 +88,43 @@ class SyncOptions(OutputOptions):
     """Play fewer rounds."""
     rule: Rule = "isotropic"
     """The merge rule. torchft's is `average`."""
-    merger_rtt_ms: float = 0.0
-    """The round trip between the merger and Redis, in milliseconds: a merger should be close to its Redis."""
     pieces: bool = False
     """Show where the time of a sync on loopback goes, instead of a comparison."""
     parameters: int = PARAMETERS
     """How many elements the model has."""
 
+    @property
+    def rounds(self) -> int:
+        """The syncs of which the median counts."""
+        return ROUNDS_QUICK if self.quick else ROUNDS
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """TENSORS of one shape, with `parameters` elements in all, rounded to whole rows."""
+        return tuple(Tensor(f"layers.{n:02}", self.shape) for n in range(TENSORS))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of each tensor."""
+        return (max(1, round(self.parameters / TENSORS / COLUMNS)), COLUMNS)
+
 
 def main(options: SyncOptions) -> int:
     """Measure, and write the results."""
-    size = replace(
-        QUICK if options.quick else SyncSize(),
-        rule=options.rule,
-        pieces=options.pieces,
-        merger_rtt_ms=options.merger_rtt_ms,
-        parameters=options.parameters,
-    )
     if options.pieces:
-        return finish("sync-pieces", in_pieces(size), options)
-    return finish("sync", sync(options.torchft_python, size), options)
+        return finish("sync-pieces", in_pieces(options), options)
+    return finish("sync", sync(options), options)
 
 
-def in_pieces(size: SyncSize) -> dict[str, Any]:
+class Synced(NamedTuple):
+    """One sync of the whole model: whether both islands or replicas took part, and the traffic of one, both ways."""
+
+    seconds: float
+    committed: bool
+    megabytes: float = math.nan
+
+
+def in_pieces(options: SyncOptions) -> dict[str, Any]:
     """Measure where the time of a sync goes.
 
     Returns:
@@ -86,25 +132,25 @@ def in_pieces(size: SyncSize) -> dict[str, Any]:
         milliseconds of processor time of a sync, and the milliseconds as a share of a sync. Pieces of several threads
         and processes run at the same time.
     """
-    with two_islands(size) as ours:
+    with two_islands(options) as ours:
         for _ in range(WARM_UPS):
             ours.sync()
         before = ours.spent()
-        seconds = statistics.fmean(ours.sync().seconds for _ in range(size.rounds))
+        seconds = statistics.fmean(ours.sync().seconds for _ in range(options.rounds))
         after = ours.spent()
-    say(f"a sync takes {seconds:.3f} s, mean of {size.rounds}")
+    say(f"a sync takes {seconds:.3f} s, mean of {options.rounds}")
     rows = []
     for process, earlier, later in zip(("merger", "island"), before, after, strict=True):
         for piece, spent in later.items():
-            calls, wall, cpu = (each / size.rounds for each in spent - earlier[piece])
+            calls, wall, cpu = (each / options.rounds for each in spent - earlier[piece])
             rows.append({
                 "process": process, "piece": piece, "calls": calls, "ms": 1e3 * wall, "cpu_ms": 1e3 * cpu,
                 "share": wall / seconds,
             })  # fmt: skip
-    return {"parameters": sum(tensor.size for tensor in size.tensors), "seconds": seconds, "rows": rows}
+    return {"parameters": sum(tensor.size for tensor in options.tensors), "seconds": seconds, "rows": rows}
 
 
-def sync(torchft_python: str, size: SyncSize) -> dict[str, Any]:
+def sync(options: SyncOptions) -> dict[str, Any]:
     """Measure both systems.
 
     Returns:
@@ -112,23 +158,23 @@ def sync(torchft_python: str, size: SyncSize) -> dict[str, Any]:
         last one; `MB` is the traffic of one process in a sync, both ways; `speed_to_torchft` is the median ratio of
         torchft's seconds to ours, round by round. `committed` counts the syncs in which both processes took part.
     """
-    python = torchft_python or os.environ.get(TORCHFT_PYTHON, "")
-    with two_islands(size) as ours, Torchft(size, python) as theirs:
-        rows = _turns(size, ours, theirs)
+    python = options.torchft_python or os.environ.get(TORCHFT_PYTHON, "")
+    with two_islands(options) as ours, Torchft(options, python) as theirs:
+        rows = _turns(options, ours, theirs)
     return {
-        "parameters": sum(tensor.size for tensor in size.tensors),
+        "parameters": sum(tensor.size for tensor in options.tensors),
         "fragments": FRAGMENTS,
         "codecs": f"{WIRE.up} up, {WIRE.down} down; torchft float32",
         "rows": rows,
     }
 
 
-def _turns(size: SyncSize, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
+def _turns(options: SyncOptions, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
     """Let both systems sync in turn."""
     sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if not theirs.reason else [ours.sync]
-    mine, *others = taking_turns(sides, size.rounds, WARM_UPS)
+    mine, *others = taking_turns(sides, options.rounds, WARM_UPS)
     rows = [_row("archipelago", mine)]
-    say(f"{rows[0]['seconds']:.3f} s a sync, median of {size.rounds}")
+    say(f"{rows[0]['seconds']:.3f} s a sync, median of {options.rounds}")
     if not others:
         missing = _row("torchft", [Synced(math.nan, committed=False)], theirs.reason)
         return [*rows, {**missing, "committed": "not run"}]
@@ -150,6 +196,143 @@ def _row(what: str, syncs: Sequence[Synced], note: str = "") -> dict[str, Any]:
     }
 
 
+# -- a run of two islands ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def two_islands(options: SyncOptions) -> Iterator[TwoIslands]:
+    """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync."""
+    with contextlib.ExitStack() as held:
+        server = held.enter_context(own_redis())
+        made = connect(server.url, RUN)
+        held.callback(made.close)
+        _create_run(made, options)
+        # While the merger works, the islands wait, so its spectra may use all cores.
+        merger = held.enter_context(child(serve_merger, server.url, RUN, (), PROCESSES, usable_cores(), options.pieces))
+        merger.receive(PATIENCE_SECONDS)
+        islands = [held.enter_context(child(_train, server.url, name, options)) for name in ISLANDS]
+        for island in islands:
+            island.receive(2 * PATIENCE_SECONDS)
+        wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
+        found = TwoIslands(made, merger, islands)
+        # The merger may close the first rounds before it knows both islands.
+        wait_until(lambda: found.sync().committed, "sync of both islands", PATIENCE_SECONDS)
+        yield found
+
+
+def _create_run(transport: Transport, options: SyncOptions) -> None:
+    settings = RunConfig(
+        data=DataConfig(sequence_length=64, batch_size=4, shards=8),
+        inner=InnerConfig(steps=1 << 30),
+        sync=AT_ONCE,
+        merge=MergeConfig(embedding=options.rule, rest=options.rule),
+        wire=WIRE,
+    )
+    manifest = manifest_of(RUN, settings, options.tensors, balanced(options.tensors, FRAGMENTS))
+    random = np.random.default_rng(0)
+    payloads = [pack(random.standard_normal(elements, np.float32), "float32", 0) for elements in manifest.sizes]
+    transport.create(manifest, [first_version(p, payload) for p, payload in enumerate(payloads)])
+
+
+class TwoIslands:
+    """The run seen from outside: commands to its islands, and what Redis says about it."""
+
+    def __init__(self, transport: Transport, merger: MeasuredProcess, islands: Sequence[MeasuredProcess]) -> None:
+        self.transport, self.merger, self.islands = transport, merger, islands
+
+    def sync(self) -> Synced:
+        """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
+        _ask(self.islands, "advance")
+        ends = _ask(self.islands, "sync")
+        seconds = max(end.at for end in ends) - min(end.began for end in ends)
+        return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6)
+
+    def spent(self) -> tuple[dict[str, Spent], dict[str, Spent]]:
+        """Return what the pieces of the merger and of the first island have taken since they started."""
+        merger, island = _ask((self.merger, self.islands[0]), "pieces")
+        return merger, island
+
+    def _both_in_all(self) -> bool:
+        """Return whether both islands are in the newest round of every fragment."""
+        return all(len(entry.members) == len(ISLANDS) for entry in self.transport.reader.tape(FRAGMENTS))
+
+
+# -- the processes ----------------------------------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """An island's answer: when its sync began and ended, and the bytes of it."""
+
+    began: float
+    at: float
+    bytes: int
+
+
+def _ask(processes: Sequence[MeasuredProcess], command: str) -> list[Any]:
+    """Send all processes a command at once, and collect their answers."""
+    for process in processes:
+        process.pipe.send(command)
+    return [process.receive(2 * PATIENCE_SECONDS) for process in processes]
+
+
+def _train(pipe: Connection, url: str, name: str, options: SyncOptions) -> None:
+    """An island's process: obey commands."""
+    # as the launcher does, and before JAX looks at its devices
+    os.environ |= {**thread_environment(PROCESSES), **memory_share(len(ISLANDS))}
+    pieces = Pieces(OF_ISLAND if options.pieces else {})
+    return_freed_memory()  # The real island does this too.
+    transport = connect(url, RUN)
+    manifest = transport.reader.manifest()
+    link = Link(transport, manifest, f"{name}/bench", range_order(manifest.config.data.shards, manifest.config.seed))
+    batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
+    steps = stand_in(manifest, sum(name.encode()))
+    island = Island(name, manifest, Computation(manifest, steps), batches, link, link.join(), incarnation="bench")
+    link.pumps.start()
+    island.warm_up()
+    island.beat("training")
+    pipe.send("ready")
+    while True:
+        match pipe.recv():
+            case "advance":
+                island.advance()
+                jax.block_until_ready(island.inner.params)  # type: ignore[no-untyped-call]
+                pipe.send("advanced")
+            case "sync":
+                pipe.send(_synced(island))
+            case _:
+                pipe.send(pieces.spent())
+
+
+def _synced(island: Island) -> Counts:
+    """Publish all fragments, and pass step boundaries until the merged version of each is adopted."""
+    goal = [count.version + 1 for count in island.ledger.counts]
+    uplink = island.link.uplink
+    before, began = uplink.bytes_up + uplink.bytes_down, time.monotonic()
+
+    def adopted() -> bool:
+        island.boundary()
+        return all(count.version >= version for count, version in zip(island.ledger.counts, goal, strict=True))
+
+    wait_until(adopted, "merged version of all fragments", PATIENCE_SECONDS)
+    jax.block_until_ready((island.inner.params, island.computation.replica.references))  # type: ignore[no-untyped-call]
+    return Counts(began, time.monotonic(), uplink.bytes_up + uplink.bytes_down - before)
+
+
+def stand_in(
+    manifest: Manifest, seed: int
+) -> Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]:
+    """Return inner steps that make a random walk, because noise does not compress."""
+    random = np.random.default_rng(seed)
+    noise = {t.name: jnp.asarray(random.standard_normal(t.shape, np.float32) * NOISE) for t in manifest.tensors}
+    walked = jax.jit(lambda params: jax.tree.map(jnp.add, params, noise), donate_argnums=0)
+
+    def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
+        params = walked(state.params)
+        return state._replace(params=params), jnp.full(tokens_nxBxT1.shape[0], 2.0, jnp.float32)
+
+    return steps
+
+
 # -- torchft's side ----------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +340,7 @@ class Torchft:
     """Two replicas and a lighthouse in another Python environment, in its `with` block.
 
     Args:
-        size: The number and the shapes of the tensors.
+        options: These have the shape of the tensors.
         python: Path of a Python that has torchft; empty for none.
 
     Attributes:
@@ -165,13 +348,13 @@ class Torchft:
         reason: Why it cannot sync; empty if it can.
     """
 
-    def __init__(self, size: SyncSize, python: str) -> None:
-        options = json.dumps({"tensors": TENSORS, "shape": size.shape, "timeout_seconds": PATIENCE_SECONDS})
+    def __init__(self, options: SyncOptions, python: str) -> None:
+        asked = json.dumps({"tensors": TENSORS, "shape": options.shape, "timeout_seconds": PATIENCE_SECONDS})
         self.name, self.reason = "torchft", f"no environment: give --torchft-python, or ${TORCHFT_PYTHON}"
         self._folder = tempfile.TemporaryDirectory()
         # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
         self._child = Child(
-            "torchft", [str(SCRIPT), options], {}, Path(self._folder.name) / "torchft.log", program=[python, "-P"],
+            "torchft", [str(SCRIPT), asked], {}, Path(self._folder.name) / "torchft.log", program=[python, "-P"],
             is_piped=True,
         )  # fmt: skip
         self._has_python = bool(python)

@@ -19,8 +19,7 @@ from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn, TorchTurns
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
-from archipelago.ops.bench.sync import Torchft
-from archipelago.ops.bench.two_islands import Synced, SyncSize, TwoIslands
+from archipelago.ops.bench.sync import Synced, SyncOptions, Torchft, TwoIslands
 from tests.failing import failing
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -133,7 +132,7 @@ def test_a_billion_parameters_fit_a_machine_of_24_gib() -> None:
 # -- torchft beside bench sync ----------------------------------------------------------------------------------------
 
 
-TINY = SyncSize(parameters=12_000, rounds=2)
+TINY = SyncOptions(parameters=12_000, quick=True)
 STAND_IN = """#!/bin/sh
 echo '{"torchft": "9.9", "torch": "9.9"}'
 while read -r line; do
@@ -150,7 +149,7 @@ def _script(tmp_path: Path, text: str) -> str:
 
 
 def test_tensors_have_one_shape() -> None:
-    assert sum(tensor.size for tensor in SyncSize().tensors) == pytest.approx(10e6, rel=1e-3)
+    assert sum(tensor.size for tensor in SyncOptions().tensors) == pytest.approx(10e6, rel=1e-3)
     assert sum(tensor.size for tensor in TINY.tensors) == 12_000
 
 
@@ -158,7 +157,7 @@ class FakeIslands:
     """Two islands without processes, of which the first syncs are slow."""
 
     def __init__(self) -> None:
-        self.left = [*[(9.0, True)] * bench_sync.WARM_UPS, (4.0, True), (1.0, True)]
+        self.left = [*[(9.0, True)] * bench_sync.WARM_UPS, (4.0, True), (2.0, True), (1.0, True)]
 
     def sync(self) -> Synced:
         return Synced(*self.left.pop(0), megabytes=10.0)
@@ -167,10 +166,10 @@ class FakeIslands:
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None:
     with Torchft(TINY, _script(tmp_path, STAND_IN)) as other:
         ours, theirs = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other)
-    assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 2")
-    assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.5, 1.0, 4.0, "2 of 2")
+    assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 3")
+    assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.0, 1.0, 4.0, "3 of 3")
     assert ours["MB"] == 10.0
-    assert ours["speed_to_torchft"] == (2.0 / 4.0 + 2.0 / 1.0) / 2
+    assert ours["speed_to_torchft"] == 1.0
 
 
 def test_a_python_without_torchft_is_named(tmp_path: Path) -> None:

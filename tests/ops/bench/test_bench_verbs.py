@@ -15,8 +15,7 @@ import pytest
 from archipelago.broker.codecs import codec
 from archipelago.ops.bench import VERBS, merge
 from archipelago.ops.bench.harness import OF_MERGER
-from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
-from archipelago.ops.bench.two_islands import FRAGMENTS, SyncSize
+from archipelago.ops.bench.sync import FRAGMENTS, TORCHFT_PYTHON, SyncOptions, in_pieces, sync
 from archipelago.ops.bench.wire import WireSize, wire
 from archipelago.ops.commands import run
 
@@ -95,23 +94,23 @@ def test_codecs_and_merging_are_measured() -> None:
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
 
 
-TINY = SyncSize(parameters=12_000, rounds=2)
+TINY = SyncOptions(parameters=12_000, quick=True)
 
 
 def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TORCHFT_PYTHON, raising=False)
-    found = sync("", TINY)
+    found = sync(TINY)
     ours, theirs = found["rows"]
     assert found["parameters"] == 12_000
-    assert (ours["what"], ours["committed"]) == ("archipelago", "2 of 2")
+    assert (ours["what"], ours["committed"]) == ("archipelago", "3 of 3")
     assert 0 < ours["from"] <= ours["seconds"] <= ours["to"]
     assert theirs["committed"] == "not run" and TORCHFT_PYTHON in theirs["note"] and math.isnan(theirs["seconds"])
     assert theirs.keys() == ours.keys()
 
 
-def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None:
-    found = in_pieces(replace(TINY, pieces=True, merger_rtt_ms=4.0))
+def test_the_pieces_of_a_sync_are_measured() -> None:
+    found = in_pieces(replace(TINY, pieces=True))
     rows = {(row["process"], row["piece"]): row for row in found["rows"]}
     assert rows.keys() >= {("merger", piece) for piece in OF_MERGER.values()}
-    assert rows["merger", "commit"]["ms"] >= FRAGMENTS * 4.0, "a commit takes at least one round trip"
+    assert rows["merger", "commit"]["ms"] > 0
     assert rows["island", "upload"]["calls"] == FRAGMENTS
