@@ -1,8 +1,7 @@
-"""Predict what a run takes in memory, bytes and time while each fragment is merged once, on one or more shards.
+"""Predict what a run takes in memory and bytes while each fragment is merged once, on one or more shards.
 
-Memory comes from `broker.footprint` and bytes from the codecs. Times are seconds of a processor, without links; those
-of spectra are a prediction of their own (`spectra_loads`). `archipelago bench largest` prints the memory and the bytes
-beside what it measures. Pure.
+Memory comes from `broker.footprint` and bytes from the codecs. `archipelago bench largest` prints both beside what it
+measures. Of time, only spectra are predicted (`spectra_loads`). Pure.
 """
 
 from __future__ import annotations
@@ -20,21 +19,6 @@ from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.weights import cycle_work
 from archipelago.ops.watch.formatting import seconds_text
 
-# Processor time on the machine of docs/results/performance.md, with the time for new memory, measured by
-# `archipelago bench largest` with 2e7 to 1e9 parameters in 26 to 256 fragments.
-#: The merger, for each element of a contribution: fetch, check, decode and add.
-ADD_SECONDS: Final = 1.8e-9
-#: The merger, for each element of a round: finish the sum, take the outer step, quantise and send the difference.
-CLOSE_SECONDS: Final = 3.0e-9
-#: The merger, for each round of any size, and when it merges again what its predecessor has committed.
-ROUND_SECONDS, AGAIN_SECONDS = 7.2e-3, 3.6e-3
-#: A merger that starts: load its programs and compile; then read each byte from Redis, check and decode it.
-START_SECONDS, LOAD_SECONDS = 1.1, 0.95e-9
-#: New memory of a merger for each element that it loads, and that it merges again for the first time.
-LOAD_NEW_SECONDS, AGAIN_NEW_SECONDS = 2.4e-9, 4.3e-9
-#: It cannot load before the lease of its predecessor has ended (`archipelago merger --lease-seconds`), unless that one
-#: ran on the same machine.
-LEASE_SECONDS: Final = 5.0
 #: Bytes of a Redis that holds no run.
 REDIS_BASE: Final = 9_000_000
 #: The share of a machine's memory that a merger may fill.
@@ -55,8 +39,6 @@ class Cycle:
         redis_first_bytes: Memory of Redis for one shard after the first cycle.
         redis_bytes: The most memory of Redis for one shard, just before a compaction covers what has been merged.
         bytes_up, bytes_down: Bytes that one island sends and receives, before zstd.
-        merge_seconds: Processor time of one merger, without spectra, after the first cycle.
-        restart_seconds: The longest time in which a merger that starts has merged again what no compaction covers.
     """
 
     shards: int
@@ -65,8 +47,6 @@ class Cycle:
     redis_bytes: int
     bytes_up: int
     bytes_down: int
-    merge_seconds: float
-    restart_seconds: float
 
 
 def cycle(
@@ -78,12 +58,10 @@ def cycle(
     *,
     largest: int = 0,
     checkpoints: bool = True,
-    slowness: float = 1.0,
 ) -> Cycle:
     """Predict a cycle of a run whose shards have equal parts of the fragments.
 
-    `largest` are the elements of the largest fragment; by default, all are equal. `slowness` is the time that a core of
-    the merger takes, over that of the machine of docs/results/performance.md.
+    `largest` are the elements of the largest fragment; by default, all are equal.
     """
     wire, elements, rounds = config.wire, math.ceil(parameters / shards), math.ceil(fragments / shards)
     sizes = elements, largest or math.ceil(parameters / fragments)
@@ -97,55 +75,72 @@ def cycle(
         redis_bytes=REDIS_BASE + sum(redis_parts(config, *sizes, islands, rounds).values()),
         bytes_up=codec(wire.up).encoded_size(parameters),
         bytes_down=codec(wire.down).encoded_size(parameters),
-        merge_seconds=slowness * merging_seconds(elements, rounds, islands),
-        restart_seconds=_longest_restart_seconds(config, elements, rounds, islands, written, slowness),
     )
 
 
-def merging_seconds(elements: int, rounds: int, islands: int, round_seconds: float = ROUND_SECONDS) -> float:
-    """Return the processor time in which a merger closes rounds of that many elements in all."""
-    return round_seconds * rounds + (ADD_SECONDS * islands + CLOSE_SECONDS) * elements
-
-
-def _longest_restart_seconds(
-    config: RunConfig, elements: int, rounds: int, islands: int, written: int, slowness: float
-) -> float:
-    """Return the restart time just before compactions. They are due when as much was written as they take themselves.
-
-    They may wait for twice as much, but only while merging that again takes no longer than a few seconds. A merger
-    cannot load before the lease of its predecessor has ended.
-    """
-    state = 4 * (2 + has_momentum(config))
-    work = (LOAD_SECONDS * state + LOAD_NEW_SECONDS) * elements
-    if config.wire.sends_differences:
-        cycles = math.ceil(state * elements / written)
-        work += cycles * merging_seconds(elements, rounds, islands, AGAIN_SECONDS) + AGAIN_NEW_SECONDS * elements
-    return max(LEASE_SECONDS, slowness * START_SECONDS) + slowness * work
-
-
 def fitting_cycle(
-    config: RunConfig,
-    parameters: int,
-    fragments: int,
-    islands: int,
-    *,
-    merger_bytes: float,
-    redis_bytes: float,
-    interval_seconds: float,
-    slowness: float = 1.0,
+    config: RunConfig, parameters: int, fragments: int, islands: int, *, merger_bytes: float, redis_bytes: float
 ) -> Cycle | None:
-    """Predict a cycle with the fewest shards that fit into machines and whose mergers keep up; None if none do.
+    """Predict a cycle with the fewest shards that fit into machines; None if none do.
 
     The memory is that of a machine with a merger, and of one with a Redis primary. `fragments` counts those of each
-    shard, and the interval is H times the time of an inner step.
+    shard.
     """
     for shards in range(1, FRAGMENTS_MAX // fragments + 1):
-        found = cycle(config, parameters, fragments * shards, islands, shards, slowness=slowness)
-        fits = found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
-        fits &= found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
-        if fits and found.merge_seconds <= SHARE_MAX * interval_seconds:
+        found = cycle(config, parameters, fragments * shards, islands, shards)
+        if (
+            found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
+            and found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
+        ):
             return found
     return None
+
+
+# -- the links -------------------------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """A choice of interval H and of the codecs `up` and `down`, with the reason `why`."""
+
+    interval: int
+    up: str
+    down: str
+    why: str
+
+
+#: From the least loss of quality to the least traffic. Fewer bits cost less quality than longer intervals.
+LADDER = (
+    Way(24, "bfloat16", "float32", "16 bits up, all 32 down; rounding errors are sent with the next contribution"),
+    Way(24, "int8", "int8", "8 bits both ways, at hardly any cost"),
+    Way(24, "int4", "int4", "4 bits both ways, which costs little (published: +0.09 % validation loss)"),
+    Way(50, "int4", "int4", "4 bits both ways and twice the interval"),
+    Way(100, "int4", "int4", "4 bits both ways and four times the interval"),
+    Way(200, "int4", "int4", "4 bits both ways and the longest interval that was tried and is stable"),
+    Way(200, "top3", "int4", "the largest 3 % up, 4 bits down, and the longest interval"),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes per second of our own run, whose islands share one Redis, before zstd.
+
+    Attributes:
+        up: From one island to Redis.
+        down: From Redis to one island.
+        redis_in: Into Redis, from all islands and from the merger beside it.
+        redis_out: Out of Redis, to all islands and to the merger.
+    """
+
+    up: float
+    down: float
+    redis_in: float
+    redis_out: float
+
+
+def load(parameters: int, islands: int, interval_seconds: float, way: Way) -> Load:
+    """Return the load of a run whose islands send each fragment once in `interval_seconds`."""
+    up, down = (codec(name).encoded_size(parameters) / interval_seconds for name in (way.up, way.down))
+    return Load(up=up, down=down, redis_in=islands * up + down, redis_out=islands * (up + down))
 
 
 # -- spectra ----------------------------------------------------------------------------------------------------------

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from archipelago.broker.codecs import codec
-from archipelago.broker.config import MergeConfig, checked
+from archipelago.broker.config import MergeConfig, RunConfig, checked
 from archipelago.broker.errors import ConfigError, require_number
+from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import print_json
-from archipelago.ops.settings import say
+from archipelago.ops.settings import flags, say
 from archipelago.ops.simulation.cycle import (
+    LADDER,
     Cycle,
+    Load,
     SpectraLoad,
+    Way,
     cycle,
+    decoder,
     fitting_cycle,
+    load,
     spectra_loads,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
-from archipelago.ops.simulation.plan_text import page, parameters_of, tensors_of, tokens_of
-from archipelago.ops.simulation.tables import data_parallel_gbits
+from archipelago.ops.simulation.tables import count_text, data_parallel_gbits
+from archipelago.ops.watch.formatting import seconds_text, size
 
 #: The defaults are tuned for up to this number of islands, and the paper has no more.
 ISLANDS_MAX = 16
@@ -39,27 +45,6 @@ FRAGMENTS_MAX = 24
 ISLANDS_SIMULATED, SLICES_SIMULATED = 4096, 1 << 20
 #: The least of what has to be positive.
 TINY = 1e-12
-
-
-class Way(NamedTuple):
-    """A choice of interval H and of the codecs `up` and `down`, with the reason `why`."""
-
-    interval: int
-    up: str
-    down: str
-    why: str
-
-
-#: From the least loss of quality to the least traffic. Fewer bits cost less quality than longer intervals.
-LADDER = (
-    Way(24, "bfloat16", "float32", "16 bits up, all 32 down; rounding errors are sent with the next contribution"),
-    Way(24, "int8", "int8", "8 bits both ways, at hardly any cost"),
-    Way(24, "int4", "int4", "4 bits both ways, which costs little (published: +0.09 % validation loss)"),
-    Way(50, "int4", "int4", "4 bits both ways and twice the interval"),
-    Way(100, "int4", "int4", "4 bits both ways and four times the interval"),
-    Way(200, "int4", "int4", "4 bits both ways and the longest interval that was tried and is stable"),
-    Way(200, "top3", "int4", "the largest 3 % up, 4 bits down, and the longest interval"),
-)
 
 
 @dataclass(frozen=True)
@@ -97,8 +82,6 @@ class PlanOptions:
     """The time that an island loses when it restarts."""
     islands: int = 0
     """The number of islands M, if you want to set it yourself."""
-    merger_slowness: float = 1.0
-    """The time that a core of the merger takes to merge, over that of the machine of docs/results/performance.md."""
     merger_gb: float = 64.0
     """The memory of a machine with a merger, in GB. A model that needs more gets several shards."""
     redis_gb: float = 64.0
@@ -118,29 +101,6 @@ class Fleet(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
-    """Bytes per second of our own run, whose islands share one Redis, before zstd.
-
-    Attributes:
-        up: From one island to Redis.
-        down: From Redis to one island.
-        redis_in: Into Redis, from all islands and from the merger beside it.
-        redis_out: Out of Redis, to all islands and to the merger.
-    """
-
-    up: float
-    down: float
-    redis_in: float
-    redis_out: float
-
-
-def load(parameters: int, islands: int, interval_seconds: float, way: Way) -> Load:
-    """Return the load of a run whose islands send each fragment once in `interval_seconds`."""
-    up, down = (codec(name).encoded_size(parameters) / interval_seconds for name in (way.up, way.down))
-    return Load(up=up, down=down, redis_in=islands * up + down, redis_out=islands * (up + down))
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """The answer.
 
@@ -150,7 +110,7 @@ class RunPlan:
         fits: Whether the links carry the load.
         seconds: Time of training, with failures.
         spectra: What changing spectra takes, by kind of merger, if each shard has one on a machine of its own.
-        cycle: Memory, bytes and time of a cycle, and the number of shards.
+        cycle: Memory and bytes of a cycle, and the number of shards.
         has_room: Whether any number of shards fits into the machines. Otherwise `cycle` is that of one.
     """
 
@@ -195,7 +155,7 @@ def plan(options: PlanOptions) -> RunPlan:
     way, fragments, need, fits = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
     interval_seconds = way.interval * step_seconds
-    need_of_cycle, has_room = _cycle(options, way, parameters, fragments, fleet.islands, interval_seconds)
+    need_of_cycle, has_room = _cycle(options, way, parameters, fragments, fleet.islands)
     return RunPlan(
         parameters=parameters,
         tokens=tokens,
@@ -229,8 +189,7 @@ def choose(fleets: Sequence[Fleet]) -> Fleet:
 
 def _check(options: PlanOptions) -> None:
     positive = ("sites", "chips", "tokens_per_second", "batch_tokens", "link_mbits", "redis_mbits", "hours_between",
-                "slice_chips", "merger_slowness", "merger_gb",
-                "redis_gb")  # fmt: skip
+                "slice_chips", "merger_gb", "redis_gb")  # fmt: skip
     for name in positive:
         require_number(f"--{name.replace('_', '-')}", getattr(options, name), "Give more than 0.", TINY)
     for name in ("pause_seconds", "return_seconds"):
@@ -291,13 +250,128 @@ def _way(
     raise AssertionError("the ladder has a last way")
 
 
-def _cycle(
-    options: PlanOptions, way: Way, parameters: int, fragments: int, islands: int, interval_seconds: float
-) -> tuple[Cycle, bool]:
+def _cycle(options: PlanOptions, way: Way, parameters: int, fragments: int, islands: int) -> tuple[Cycle, bool]:
     """Return a cycle with as few shards as fit, or with one and False. Each shard has that many fragments."""
-    config, slowness = checked({"wire": {"up": way.up, "down": way.down}}), options.merger_slowness
+    config = checked({"wire": {"up": way.up, "down": way.down}})
     found = fitting_cycle(
-        config, parameters, fragments, islands, merger_bytes=1e9 * options.merger_gb,
-        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, slowness=slowness,
-    )  # fmt: skip
-    return found or cycle(config, parameters, fragments, islands, slowness=slowness), found is not None
+        config, parameters, fragments, islands, merger_bytes=1e9 * options.merger_gb, redis_bytes=1e9 * options.redis_gb
+    )
+    return found or cycle(config, parameters, fragments, islands), found is not None
+
+
+# -- models and tokens in words ---------------------------------------------------------------------------------------
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def _number(text: str, what: str) -> float:
+    found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([kmbgt]?)\s*", text.lower())
+    value = float(found[1].replace("_", "")) * _UNITS[found[2]] if found else math.nan
+    if not 1 <= value <= 1e18:
+        raise ConfigError(f"{what} cannot be {text!r}", "Write a number such as 5e9, 5B or 120M.", code="config.value")
+    return value
+
+
+def parameters_of(model: str) -> int:
+    """Return the parameters of a model by name, or the number in the text. Raise ConfigError for anything else."""
+    if _is_number(model):
+        return round(_number(model, "--model"))
+    return sum(tensor.size for tensor in tensors_of(model))
+
+
+def tensors_of(model: str) -> Sequence[Tensor]:
+    """Return the tensors of a model by name, or those of a usual decoder of that many parameters."""
+    if _is_number(model):
+        return decoder(_number(model, "--model"))
+    from archipelago.islands.models.registry import build
+
+    return build(model).tensors
+
+
+def _is_number(model: str) -> bool:
+    is_number = re.fullmatch(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?[kmbgt]?", model.lower())
+    return bool(is_number) and model not in ("124m", "1b")
+
+
+def tokens_of(tokens: str, parameters: int) -> int:
+    """Return a number of tokens, given as a number or as a multiple of the parameters. Raise ConfigError otherwise."""
+    if tokens.lower().endswith("x"):
+        return round(_number(tokens[:-1], "--tokens") * parameters)
+    return round(_number(tokens, "--tokens"))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page(options: PlanOptions, found: RunPlan) -> list[str]:
+    """Return the lines of the page."""
+    way, need, fleet = found.way, found.load, found.fleet
+    interval_seconds = way.interval * found.step_seconds
+    fails, settings = seconds_text(options.hours_between * 3600), f"--sync.interval {way.interval}"
+    settings += f" --sync.fragments {found.fragments} --wire.up {way.up} --wire.down {way.down}"
+    settings += f" --shards {found.cycle.shards}" if found.cycle.shards > 1 else ""
+    settings = " ".join([settings, *flags(RunConfig(merge=options.merge))])
+    return [
+        f"plan     {count_text(found.parameters)} parameters on {count_text(found.tokens)} tokens: {options.chips:,} "
+        f"chips in {options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
+        "",
+        f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, {options.chips / fleet.islands:g} chips each",
+        f"H = {way.interval:<5} inner steps between two syncs of a fragment: {seconds_text(interval_seconds)}",
+        f"P = {found.fragments:<5} fragments, one sync every {seconds_text(interval_seconds / found.fragments)}",
+        _shards_line(options, found),
+        f"codec    {way.up} up, {way.down} down: {way.why}",
+        "",
+        f"goodput  {fleet.goodput:.1%} of the chips' time, uptime {fleet.uptime:.2%}; data-parallel over all sites: "
+        f"{found.data_parallel_goodput:.1%}",
+        *(f"         M = {f.islands:<3} {f.goodput:6.1%}  uptime {f.uptime:7.2%}" for f in found.fleets),
+        "",
+        f"time     {seconds_text(found.seconds)} for {math.ceil(found.tokens / options.batch_tokens):,} steps of "
+        f"{seconds_text(found.step_seconds)} (without failures {seconds_text(found.seconds * fleet.goodput)})",
+        f"bytes    an island {_rate(need.up)} up, {_rate(need.down)} down; Redis {_rate(need.redis_in)} in, "
+        f"{_rate(need.redis_out)} out",
+        f"         in all {size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
+        f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
+        _link_line(options, found),
+        _memory_line(found),
+        *(_spectra_line(found, each) for each in found.spectra),
+        *([] if found.spectra else ["merger   changes no spectra by these rules"]),
+        "",
+        f"start    archipelago init redis://… --run NAME {settings}",
+    ]
+
+
+def _link_line(options: PlanOptions, found: RunPlan) -> str:
+    if not found.fits:
+        return ("link     TOO THIN: islands would stretch their intervals by themselves, and learn less. Take fewer "
+                "islands a site, a smaller model, larger batches, or a better link.")  # fmt: skip
+    link = options.link_mbits * 1e6 / 8 / found.islands_a_site
+    redis = options.redis_mbits * 1e6 / 8
+    used = max(found.load.up, found.load.down) / link
+    there = max(found.load.redis_in, found.load.redis_out) / redis
+    return f"link     {used:.0%} of an island's share of its site's link, {there:.0%} of the Redis's"
+
+
+def _shards_line(options: PlanOptions, found: RunPlan) -> str:
+    shards = found.cycle.shards
+    machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
+    if not found.has_room:
+        return f"S = ?     TOO LARGE for machines of {machines}, with any number of shards"
+    if shards == 1:
+        return f"S = 1     shard: machines of {machines} are enough"
+    return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"
+
+
+def _memory_line(found: RunPlan) -> str:
+    need = found.cycle
+    return (f"memory   a merger {size(need.merger_bytes)}; a Redis {size(need.redis_first_bytes)} after the first "
+            f"cycle, {size(need.redis_bytes)} at most between two compactions")  # fmt: skip
+
+
+def _spectra_line(found: RunPlan, by: SpectraLoad) -> str:
+    mergers, interval = (math.ceil(count * by.stretch) for count in (found.cycle.shards, found.way.interval))
+    fault = f": TOO SLOW, needs H = {interval:,} or {mergers:,} mergers" if by.stretch > 1.0 else ""
+    return f"merger   with {by.way}, {by.describe()}{fault}"
+
+
+def _rate(bytes_a_second: float) -> str:
+    return f"{size(bytes_a_second)}/s"

@@ -24,7 +24,6 @@ from archipelago.broker.errors import require_number
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.simulation.failures import FailureModel, simulate
-from archipelago.ops.simulation.plan_text import count_text
 from archipelago.ops.watch.formatting import new_table
 
 
@@ -91,6 +90,15 @@ class Cell(NamedTuple):
 
 
 # -- Table 1 -----------------------------------------------------------------------------------------------------------
+
+
+def count_text(value: float) -> str:
+    """Format a number of parameters, tokens or chips, such as 150k or 1.2M."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:g}"
+
 
 #: The columns: chips by their heads.
 CHIPS = {count_text(chips): chips for chips in (150e3, 300e3, 600e3, 1.2e6, 2.4e6)}

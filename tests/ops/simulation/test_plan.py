@@ -12,16 +12,17 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.ops.commands import run
-from archipelago.ops.simulation.cycle import SHARE_MAX
+from archipelago.ops.simulation.cycle import LADDER, SHARE_MAX
 from archipelago.ops.simulation.plan import (
-    LADDER,
     LINK_SHARE,
     Fleet,
     PlanOptions,
     choose,
+    page,
+    parameters_of,
     plan,
+    tokens_of,
 )
-from archipelago.ops.simulation.plan_text import page, parameters_of, tokens_of
 from tests.failing import failing
 
 SPOT = PlanOptions(model="1e8", tokens="2B", sites=2, chips=16, slice_chips=1, hours_between=2.0, batch_tokens=100_000)
