@@ -114,12 +114,10 @@ class Trial(NamedTuple):
 
     Attributes:
         power: XLA's way, or None where numpy is faster or has other bits.
-        has_same_bits: Whether XLA has numpy's bits.
         rate: The operations a second of one thread, by the better way.
     """
 
     power: Power | None
-    has_same_bits: bool
     rate: float
 
 
@@ -132,11 +130,11 @@ def trial() -> Trial:
 @cache
 def _tried() -> Trial:
     by_xla = on_device(jax.local_devices(backend="cpu")[0])
-    has_bits = has_same_bits(by_xla, "XLA")
+    is_same = has_same_bits(by_xla, "XLA")
     seconds, of_numpy = compared(by_xla, "XLA")
-    is_better = has_bits and seconds < of_numpy
+    is_better = is_same and seconds < of_numpy
     rate = operations(_TRIAL, 0.0) / (seconds if is_better else of_numpy)
-    return Trial(by_xla if is_better else None, has_bits, rate)
+    return Trial(by_xla if is_better else None, rate)
 
 
 def has_same_bits(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> bool:

@@ -23,7 +23,7 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, i
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.launch.rm import living
 from archipelago.ops.settings import confirm, say, table_console
-from archipelago.ops.watch.doctor.checks import is_local
+from archipelago.ops.watch.doctor.server import is_local
 from archipelago.ops.watch.formatting import new_table
 
 STANDARD_OUTPUT: Final = "-"

@@ -1,11 +1,16 @@
-"""`archipelago doctor`: check whether a site can join a run, and say what to do if it cannot."""
+"""`archipelago doctor`: check whether a site can join a run, and say what to do if it cannot.
+
+Only `accelerators` and `spectra` load JAX.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
+import shutil
 import statistics
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -18,28 +23,36 @@ from rich.table import Table
 from rich.text import Text
 
 from archipelago.broker.address import redacted
-from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, require_number
-from archipelago.broker.footprint import available_here, footprint
+from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError, require_number
+from archipelago.broker.footprint import Footprint, available_here, footprint
 from archipelago.broker.invitation import ADMIN, Invitation, Role
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.machine import install_hint, usable_cores
+from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.observe.logs import printable
+from archipelago.broker.observe.merge_load import SPECTRA_REMEDY
 from archipelago.broker.presence import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
 from archipelago.broker.transport import refusal
-from archipelago.ops.watch.doctor import checks
-from archipelago.ops.watch.doctor import site as doctor_site
-from archipelago.ops.watch.doctor.checks import Finding, ok, problem
+from archipelago.ops.simulation.cycle import SpectraWay, spectra_loads
+from archipelago.ops.watch.doctor import server as checks
+from archipelago.ops.watch.doctor.server import Finding, ok, problem, warning
+from archipelago.ops.watch.formatting import seconds_text, size
 
 PINGS = 200
 #: The share of the measuring time for pings. The rest is for the bandwidth, half of it for each direction.
 PING_SHARE = 0.25
-SECONDS_MAX = 120.0
-MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
 #: The run name of the connection if the user names no run.
 NO_RUN = "any"
+SECONDS_MAX = 120.0
+MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
+#: Room for logs, a Redis of the run's own and small checkpoints.
+DISK_BYTES = 2e9
+#: Bytes of checkpoints per parameter: the three newest checkpoints of merger and island, at 12 bytes each.
+CHECKPOINT_BYTES = 72
+NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -60,17 +73,6 @@ class DoctorOptions:
     """The folder in which this machine would keep runs."""
     json: bool = False
     """Print one JSON object."""
-
-
-@dataclass
-class CheckedServer:
-    """The findings about a Redis, and what the checks of this machine read."""
-
-    findings: list[Finding]
-    manifest: Manifest | None = None
-    presences: Sequence[Presence] = ()
-    link: Bandwidth = field(default_factory=Bandwidth)
-    round_trip_seconds: float = 0.0
 
 
 def main(options: DoctorOptions) -> int:
@@ -107,6 +109,34 @@ def main(options: DoctorOptions) -> int:
     else:
         out.print(f"ready{noted}", style="bold yellow" if warnings else "bold green")
     return 1 if problems else 0
+
+
+def section(title: str, findings: Sequence[Finding]) -> Table:
+    """Return one part of the report: a line for each finding, with the remedy below it."""
+    table = Table(box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left")
+    table.add_column(min_width=7, no_wrap=True)
+    table.add_column(style="dim", min_width=11, no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = Text(printable(finding.what))
+        if finding.remedy:
+            text.append(f"\n→ {finding.remedy}", "italic")
+        table.add_row(MARKS[finding.level], finding.subject, text)
+    return table
+
+
+# -- the Redis -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CheckedServer:
+    """The findings about a Redis, and what the checks of this machine read."""
+
+    findings: list[Finding]
+    manifest: Manifest | None = None
+    presences: Sequence[Presence] = ()
+    link: Bandwidth = field(default_factory=Bandwidth)
+    round_trip_seconds: float = 0.0
 
 
 def check_server(url: str, run: str | None, seconds: float, invited: Invitation | None = None) -> CheckedServer:
@@ -164,15 +194,13 @@ def _check_members(transport: RedisTransport, found: CheckedServer) -> tuple[Rol
         found.findings.append(ok("credentials", f"These are the credentials of {name!r} with the role {member.role}."))
         return member.role, name
     if invited is not None and invited.role != ADMIN:
-        found.findings.append(
-            problem(
-                "credentials.no-member",
-                f"The run has no member {invited.name!r} with these credentials. Nothing of it is accepted.",
-                "Ask for new ones: `archipelago invite NAME --replace`.",
-            )
-        )
+        what = f"The run has no member {invited.name!r} with these credentials. Nothing of it is accepted."
+        remedy = "Ask for new ones: `archipelago invite NAME --replace`."
+        found.findings.append(problem("credentials.no-member", what, remedy))
         return invited.role, invited.name
-    found.findings += checks.members(members)
+    if faults := ", ".join(sorted(members.faults)):
+        what = f"The records of {faults} cannot be read, so nothing of theirs is accepted."
+        found.findings.append(problem("members.damaged", what, "Invite them again with --replace."))
     return None, NO_RUN
 
 
@@ -189,13 +217,13 @@ def _shards_by_server(transport: RedisTransport, shards: int) -> list[list[Redis
 def _check_link(checkup: RedisCheckup, seconds: float, found: CheckedServer) -> None:
     samples = checkup.round_trips(seconds * PING_SHARE, PINGS)
     found.round_trip_seconds = statistics.median(samples)
-    found.findings.append(doctor_site.latency(samples))
+    found.findings.append(checks.latency(samples))
     if seconds and checkup.may_write:
         try:
             link = checkup.bandwidth(seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
         except BrokerError as error:
             link = Bandwidth(why_not=error.what)
-        found.findings.append(doctor_site.bandwidth(link))
+        found.findings.append(checks.bandwidth(link))
         if not checks.is_local(str(checkup.options.get("host", ""))):  # loopback is as fast as the processor is free
             found.link = link
 
@@ -220,36 +248,134 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
     ]
 
 
+# -- this machine ------------------------------------------------------------------------------------------------------
+
+
 def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     """Check this machine, and what an island of the run would do here."""
     manifest = server.manifest
     found = [
-        doctor_site.machine(available_here(), footprint(manifest) if manifest else None),
-        doctor_site.disk(doctor_site.free_bytes(folder), folder, manifest.parameters if manifest else 0),
-        devices := doctor_site.accelerators(),
+        machine(available_here(), footprint(manifest) if manifest else None),
+        disk(free_bytes(folder), folder, manifest.parameters if manifest else 0),
+        devices := accelerators(),
     ]
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
     step_seconds = statistics.median(steps) if steps else math.nan
     if devices.level != "problem":  # then JAX starts
-        found.append(doctor_site.spectra(manifest, step_seconds))
+        found.append(spectra(manifest, step_seconds))
     if manifest is None:
         return found
     if not manifest.config.has_user_loops:  # users' loops bring their own data
-        found.append(doctor_site.corpus(manifest.corpus))
+        found.append(corpus(manifest.corpus))
     if server.round_trip_seconds:
-        found.append(doctor_site.sync(server.link, server.round_trip_seconds, manifest, step_seconds))
+        found.append(checks.sync(server.link, server.round_trip_seconds, manifest, step_seconds))
     return found
 
 
-def section(title: str, findings: Sequence[Finding]) -> Table:
-    """Return one part of the report: a line for each finding, with the remedy below it."""
-    table = Table(box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left")
-    table.add_column(min_width=7, no_wrap=True)
-    table.add_column(style="dim", min_width=11, no_wrap=True)
-    table.add_column(overflow="fold")
-    for finding in findings:
-        text = Text(printable(finding.what))
-        if finding.remedy:
-            text.append(f"\n→ {finding.remedy}", "italic")
-        table.add_row(MARKS[finding.level], finding.subject, text)
-    return table
+def machine(available_bytes: int, needed: Footprint | None) -> Finding:
+    """Compare the memory with what an island and the merger of the run need; None if no run is known."""
+    what = (
+        f"This machine has {usable_cores()} cores, {size(available_bytes)} of free memory, and Python "
+        f"{sys.version.split()[0]}."
+    )
+    if needed is None:
+        return ok("machine", what)
+    what += f" The merger of the run needs about {size(needed.merger)}, and an island here {size(needed.island)}."
+    if needed.island <= available_bytes:
+        return ok("machine", what)
+    return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk that `folder` is or will be on."""
+    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
+    return shutil.disk_usage(existing).free
+
+
+def disk(free: int, folder: Path, parameters: int) -> Finding:
+    """Compare the free disk space with the size of checkpoints."""
+    need = CHECKPOINT_BYTES * parameters
+    what = f"{size(free)} are free for {folder}/."
+    what += f" Checkpoints take up to {size(need)}." if parameters else ""
+    remedy = "Free some space, or keep the run elsewhere (--folder)."
+    if free < need:
+        return problem("disk.full", what, remedy)
+    tight = free < need + DISK_BYTES
+    return warning("disk.tight", what, remedy) if tight else ok("disk", what)
+
+
+def corpus(wanted: Corpus) -> Finding:
+    """Check that the corpus of the run is here."""
+    name = wanted.name
+    from archipelago.islands.data.corpus import KNOWN, is_prepared, open_corpus, prepared
+
+    try:
+        if not is_prepared(name):
+            present = ", ".join(prepared()) or "none"
+            what = f"The corpus {name!r} is not on this machine (prepared: {present})."
+            if name in KNOWN:
+                return ok("corpus", f"{what} `archipelago prepare {name}` makes it.")
+            return problem("corpus.missing", what, "Copy its folder from the machine that created the run.")
+        found = open_corpus(name, verifies=True)
+    except ArchipelagoError as error:
+        return problem("corpus.damaged", error.what, error.remedy)
+    if found.digest != wanted.digest:
+        return problem(
+            "corpus.different",
+            f"The corpus {name!r} has the digest {found.digest[:8]}…, and the run's has {wanted.digest[:8]}….",
+            "Copy its folder from the machine that created the run. The same name may be another text elsewhere.",
+        )
+    return ok("corpus", f"The corpus {name!r} of the run is here ({size(wanted.bytes)}, digest {found.digest[:8]}…).")
+
+
+def accelerators() -> Finding:
+    """List the devices that JAX finds. Loading JAX takes seconds."""
+    try:
+        import jax
+
+        devices = jax.devices()
+    except Exception as error:  # noqa: BLE001 - any error of a driver is the finding
+        return problem(
+            "devices.broken",
+            f"JAX cannot start ({' '.join(str(error).split())[:200]}).",
+            "Repair the driver, or set JAX_PLATFORMS=cpu.",
+        )
+    kinds: dict[str, int] = {}
+    for device in devices:
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    found = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.items())
+    if devices[0].platform == "cpu" and NVIDIA.exists() and os.environ.get("JAX_PLATFORMS", "") != "cpu":
+        return warning(
+            "devices.unused-gpu",
+            f"JAX finds only {found}, although the driver of a GPU is installed.",
+            install_hint("cuda"),
+        )
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
+    each = f" with {size(limit)} each" if limit else ""
+    return ok("devices", f"JAX finds {found}{each}. An island uses all of them, unless --mesh says otherwise.")
+
+
+def spectra(manifest: Manifest | None, step_seconds: float) -> Finding:
+    """Try how fast a merger here changes spectra of matrices, and predict whether it keeps up with the run.
+
+    Args:
+        manifest: The run; None if no run is known.
+        step_seconds: The time of an inner step; NaN if it is unknown.
+    """
+    from archipelago.merger.spectra import default_threads
+    from archipelago.merger.xla_spectra import trial
+
+    found, threads = trial(), default_threads()
+    what = f"A merger here changes spectra by {'XLA' if found.power else 'numpy'}, {found.rate / 1e9:.0f} GFLOP/s a "
+    what += f"thread, on {threads} thread{'s' * (threads != 1)} (--threads)."
+    if manifest is None:
+        return ok("spectra", what)
+    way, interval_seconds = SpectraWay("here", threads * found.rate), step_seconds * manifest.config.sync.interval
+    loads = spectra_loads(manifest.tensors, manifest.config.merge, interval_seconds, ways=[way])
+    if not loads:
+        return ok("spectra", "The merge rules of the run change no spectra.")
+    if math.isnan(interval_seconds):
+        return ok("spectra", f"{what} Those of a cycle of the run take {seconds_text(loads[0].seconds)}.")
+    what += f" In this run, {loads[0].describe()}."
+    is_slow = loads[0].stretch > 1.0
+    return warning("spectra.slow", what, SPECTRA_REMEDY) if is_slow else ok("spectra", what)

@@ -221,7 +221,7 @@ def test_doctor_looks_at_each_node_of_a_cluster(cluster: Cluster) -> None:
     assert "topology.ok" in found, found
     assert f"127.0.0.1:{owner.port}" in found["topology.ok"] and "2 primaries" in found["topology.ok"]
     assert f"127.0.0.1:{other.port}" in found["topology.refused"]
-    assert f"127.0.0.1:{registry.port}" in found["topology.evicts"]
+    assert f"127.0.0.1:{registry.port}" in found["topology.settings"]
     assert "topology.no-replica" in found and "rights.ok" in found
 
 

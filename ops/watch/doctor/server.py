@@ -1,26 +1,30 @@
-"""Judge the facts about a Redis for `archipelago doctor`. Pure: facts in, findings out."""
+"""Check the Redis of a run for `archipelago doctor`: its servers, the way to them, and the rights of this user."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from archipelago.broker.address import Kind
+from archipelago.broker.codecs import codec
 from archipelago.broker.footprint import redis_parts
-from archipelago.broker.invitation import Members, Role
+from archipelago.broker.invitation import Role
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.redis.checkup import NodeFacts, ServerFacts
+from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, ServerFacts
 from archipelago.broker.redis.failures import KEEPS_ALL, OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.ops.watch.formatting import size
+from archipelago.ops.watch.formatting import seconds_text, size
 
 Level = Literal["ok", "warning", "problem"]
 
 #: Above this share of the memory limit the doctor warns. Above `MEMORY_SHARE_MAX`, islands stop sending.
 TIGHT_SHARE = 0.6
+#: Above this round trip, rounds wait longer for their announcements than for anything else.
+SLOW_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def problem(code: str, what: str, remedy: str) -> Finding:
     return Finding("problem", code, what, remedy)
 
 
-# -- the server --------------------------------------------------------------------------------------------------------
+# -- the server -------------------------------------------------------------------------------------------------------
 
 
 def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None) -> list[Finding]:
@@ -114,20 +118,15 @@ def persistence(facts: ServerFacts) -> Iterator[Finding]:
     elif on:
         kept = "only occasional snapshots (save)" if facts.settings.get("save") else "nothing on disk"
         yield warning(
-            "persistence.snapshots" if facts.settings.get("save") else "persistence.none",
+            "persistence.none",
             f"The server keeps no append-only file: it keeps {kept}. A restart of the server sets the run back.",
             "CONFIG SET appendonly yes, and set it in the configuration file. `merger --resume` recovers a run.",
         )
-    writes = {
-        "rdb_last_bgsave_status": ("snapshot", "snapshot"),
-        "aof_last_write_status": ("append", "append to its append-only file"),
-        "aof_last_bgrewrite_status": ("rewrite", "rewrite of its append-only file"),
-    }
-    for name, (fault, what) in writes.items():
+    for name in ("rdb_last_bgsave_status", "aof_last_write_status", "aof_last_bgrewrite_status"):
         if facts.info.get(name, "ok") != "ok":
             yield problem(
-                f"disk.{fault}-failed",
-                f"The server's last {what} failed ({name}). It may refuse writes now.",
+                "disk.failed",
+                f"The server's last write to disk failed ({name}). It may refuse writes now.",
                 "Read the server's log. The disk may be full.",
             )
 
@@ -178,7 +177,7 @@ def evictions(facts: ServerFacts) -> Iterator[Finding]:
         )
 
 
-# -- users -------------------------------------------------------------------------------------------------------------
+# -- users ------------------------------------------------------------------------------------------------------------
 
 
 def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None = None) -> Finding:
@@ -202,16 +201,6 @@ def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None 
         )
     only = ", and no others" if role else ""
     return ok("rights", f"This user may run every command that {who} on this run's keys{only}.")
-
-
-def members(found: Members) -> Iterator[Finding]:
-    """Yield a problem if records of a run's members are damaged."""
-    if found.faults:
-        yield problem(
-            "members.damaged",
-            f"The records of {', '.join(sorted(found.faults))} cannot be read, so nothing of theirs is accepted.",
-            "Invite them again with --replace.",
-        )
 
 
 def is_local(host: str) -> bool:
@@ -245,7 +234,7 @@ def privacy(needs_password: bool | None, host: str, *, has_tls: bool) -> Iterato
         )
 
 
-# -- all servers of an address -----------------------------------------------------------------------------------------
+# -- all servers of an address ----------------------------------------------------------------------------------------
 
 _NAMES = {"server": "one server", "cluster": "a Redis Cluster", "sentinel": "a primary that Sentinels watch"}
 
@@ -283,19 +272,71 @@ def topology(kind: Kind, nodes: Sequence[NodeFacts], min_replicas: str) -> Itera
             )
         elif node.error:
             yield warning("topology.silent", f"{node.where} does not answer.", "Start it, or remove it.")
-        elif node.policy not in ("", KEEPS_ALL) and not node.is_holder:
-            yield problem(
-                "topology.evicts",
-                f"maxmemory-policy of {node.where} is {node.policy}. As the primary it would delete keys at its limit.",
-                f"CONFIG SET maxmemory-policy {KEEPS_ALL} there, and set it in its configuration file.",
+        elif not node.is_holder and (node.policy not in ("", KEEPS_ALL) or node.has_log is False):
+            log = "" if node.has_log in (True, None) else " and keeps no append-only file"
+            yield (warning if node.policy in ("", KEEPS_ALL) else problem)(
+                "topology.settings",
+                f"{node.where} has the maxmemory-policy {node.policy or 'unknown'}{log}. As the primary it would lose "
+                "data at its memory limit or when it restarts.",
+                f"CONFIG SET maxmemory-policy {KEEPS_ALL} and appendonly yes there, and set them in its file.",
             )
-    if missing := [node.where for node in nodes if node.has_log is False and not node.is_holder]:
-        yield warning(
-            "topology.no-log",
-            f"{', '.join(missing)} keep{'s' * (len(missing) == 1)} no append-only file.",
-            "CONFIG SET appendonly yes there, and set it in the configuration file.",
-        )
 
 
 def _count(replicas: int) -> str:
     return f"{replicas} replica{'s' * (replicas != 1)}"
+
+
+# -- the link ----------------------------------------------------------------------------------------------------------
+
+
+def latency(samples: Sequence[float]) -> Finding:
+    """Judge round trips, in seconds."""
+    median, slowest = statistics.median(samples), sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
+    what = f"The round trip takes {seconds_text(median)}, p99 {seconds_text(slowest)} ({len(samples)} pings)."
+    if median < SLOW_SECONDS:
+        return ok("latency", what)
+    what += " Islands do not wait for it, but learn about each round that much later."
+    return warning("latency.slow", what, "Choose longer intervals (--sync.interval).")
+
+
+def bandwidth(link: Bandwidth) -> Finding:
+    """Judge the rates of one connection."""
+    if link.why_not:
+        what = f"The bandwidth was not measured ({link.why_not})."
+        return warning("bandwidth.unknown", what, "Free memory there, then run doctor again.")
+    return ok("bandwidth", f"One connection carries {size(link.up)}/s up, {size(link.down)}/s down.")
+
+
+def sync(link: Bandwidth, round_trip_seconds: float, manifest: Manifest, step_seconds: float) -> Finding:
+    """Predict what an island here sends and receives in a sync of the largest fragment, and whether steps hide it.
+
+    Args:
+        link: The rates of the link to the Redis; 0 if they are unknown, or if the Redis is on this machine.
+        round_trip_seconds: The median round trip to it.
+        manifest: The run.
+        step_seconds: The time of an inner step; NaN if it is unknown.
+    """
+    wire, sizes = manifest.config.wire, manifest.sizes
+    stride = step_seconds * manifest.config.sync.interval / len(sizes)
+    up, down = (codec(name).encoded_size(max(sizes)) for name in (wire.up, wire.down))
+    what = f"An island here sends {size(up)} and receives {size(down)} in a sync of the largest fragment"
+    what += "." if math.isnan(stride) else f", every {seconds_text(stride)}."
+    if not (link.up and link.down):
+        return ok("sync", what)
+    seconds = max(up / link.up, down / link.down)  # Both directions run at once.
+    ways = (f"{seconds_text(round_trip_seconds + each)}" for each in (up / link.up, down / link.down))
+    what += " That takes {} up and {} down on this link.".format(*ways)
+    if math.isnan(stride):
+        return ok("sync", f"{what} Syncs should be at least {seconds_text(seconds)} apart (--sync.interval).")
+    if seconds <= stride:
+        return ok("sync", what)
+    thin = codec(manifest.config.thin).encoded_size(max(sizes)) if manifest.config.thin else up
+    if max(thin / link.up, down / link.down) <= stride:
+        return ok(
+            "sync", f"{what} It would send {size(thin)} instead ({manifest.config.thin}), because this is a thin link."
+        )
+    return warning(
+        "sync.slow",
+        f"{what} Inner steps hide {stride / seconds:.0%} of it: intervals would stretch {seconds / stride:.1f} times.",
+        "Begin a run with a longer interval (--sync.interval) or fewer bits (--wire.up, --wire.down).",
+    )
