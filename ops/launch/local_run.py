@@ -37,10 +37,10 @@ from archipelago.ops.launch.supervisor import (
 )
 from archipelago.ops.settings import say
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch import terminal
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import state_line
+from archipelago.ops.watch.status import line, state_text
 from archipelago.ops.watch.watcher import Watcher, repeated
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ class LocalRun:
                 reading, outage = self.watcher.latest, self.watcher.outage()
                 state = state_line(reading, outage)
                 if live:
-                    live.update(terminal.state_text(state))
+                    live.update(state_text(state))
                 elif said != (said := (state.word, state.about, int(state.share * LINES))):
-                    say(f"  {terminal.line(reading, outage)}")
+                    say(f"  {line(reading, outage)}")
                 time.sleep(POLL_SECONDS)
 
     def _require_workers(self) -> None:

@@ -1,34 +1,65 @@
-"""`archipelago status`: show a run once, or live with `--watch`.
+"""`archipelago status`: show a run once, or live with `--watch`, in a block of lines and a table of its islands.
 
 A separate thread reads Redis for the live screen, which goes on while Redis does not answer.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
+from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json, stop_on_signals
-from archipelago.broker.shards.transport import opened
 from archipelago.ops.run_source import FoundRun, RunSource
-from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
-from archipelago.ops.watch.state_line import state_line
-from archipelago.ops.watch.terminal import line, live_screen, render
-from archipelago.ops.watch.watcher import LOOK_SECONDS, RunReading, Watcher, repeated
+from archipelago.ops.watch.advice import Problem, grouped
+from archipelago.ops.watch.events import Event
+from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
+from archipelago.ops.watch.reading import RECENT_ROUNDS
+from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, evaluated, merger_in_words
+from archipelago.ops.watch.state_line import StateLine, state_line
+from archipelago.ops.watch.watcher import LOOK_SECONDS, Outage, RunReading, Watcher, repeated
 
 #: How many islands and problems are shown. `--json` has all.
 ROWS = 40
 #: Seconds between two lines in a pipe.
 LINE_SECONDS = 10.0
 FRAMES_A_SECOND = 4.0
+#: The columns of the table of islands; docs/guide/watch.md says what each means. The names are short so that the
+#: table fits into 80 columns.
+COLUMNS: Final = (
+    "island", "state", "steps", "tokens/s", "loss", "lag", "part", "score", "queue", "up", "down", "seen",
+)  # fmt: skip
+#: The width of a terminal from which on a column is shown. Columns that are not named are shown in any.
+_WIDTHS = {
+    "score": 88,
+    "up": 80,
+    "down": 80,
+    "queue": 66,
+    "lag": 66,
+    "tokens/s": 58,
+    "part": 46,
+    "seen": 46,
+    "steps": 46,
+}
+#: Lines of the live screen without islands and events, about.
+_OTHER_LINES = 14
+_ISLANDS_LEAST, _EVENTS_SHOWN = 3, 8
+#: Older events are not shown.
+_EVENT_SECONDS = 15 * 60.0
+_KIND_STYLES = {"refused": "yellow", "diverged": "bold red", "expelled": "red", "paused": "yellow", "left": "dim",
+                "joined": "green", "came back": "green", "resumed": "green"}  # fmt: skip
+_MOOD_STYLES = {"good": "green", "busy": "cyan", "warn": "yellow", "bad": "bold red", "idle": "dim"}
 
 
 @dataclass(frozen=True)
@@ -57,14 +88,8 @@ def main(options: StatusOptions) -> int:
         if options.watch:
             _watch(found, as_json=options.json)
             return 0
-        return _show(options, found)
-
-
-def _show(options: StatusOptions, found: FoundRun) -> int:
-    with progress("waiting for Redis"):
-        manifest, run = opened(found.transport, for_display=True)
-        view, now = replace(observe(run, manifest), address=found.address), time.time()
-    reading = RunReading(view, now, problems(view, now))
+        with progress("waiting for Redis"):
+            reading = Watcher(found.transport, RECENT_ROUNDS, found.address).read(briefly=False)
     if options.json:
         print_json(_as_json(reading))
     else:
@@ -123,3 +148,187 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
             print_json(_as_json(reading))
         if reading and reading.view.state == "finished":
             return
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def render(reading: RunReading, rows: int | None = None) -> RenderableType:
+    """Return the run's state, its lines, its islands and its problems.
+
+    Args:
+        reading: The run and its problems.
+        rows: The most islands, and the most problems; a last line counts the rest.
+    """
+    view, lines = reading.view, problem_lines(reading.view, reading.problems)
+    if rows is not None and len(lines) > rows:
+        lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
+    return Group(state_text(state_line(reading)), run_lines(view), Islands(view, rows), *lines)
+
+
+def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
+    """Return the screen of `status --watch`. What does not fit into its height is cut off at its end.
+
+    Args:
+        reading: The last successful reading, or None.
+        outage: Why there is no new reading, or None.
+        now: Unix seconds.
+        height: The lines of the terminal.
+    """
+    title = Text.assemble(("archipelago status", "bold"), (f"  {clock(now)}  Ctrl-C to quit", "dim"))
+    parts: list[RenderableType] = [title, state_text(state_line(reading, outage), with_remedy=True)]
+    if reading is None:
+        return Group(*parts)
+    view = reading.view
+    parts.append(run_lines(view, briefly=True))
+    recent = [each for each in reading.events if now - each.unix_seconds < _EVENT_SECONDS][-_EVENTS_SHOWN:]
+    rows = max(_ISLANDS_LEAST, height - _OTHER_LINES - len(recent))
+    return Group(*parts, Islands(view, rows), *(_event_line(each, now) for each in recent))
+
+
+def _event_line(event: Event, now: float) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{f'{ago(now - event.unix_seconds)} ago':>10} ", "dim")
+    line.append(f"{event.kind:<10} ", _KIND_STYLES.get(event.kind, "cyan"))
+    return line.append(printable(f"{event.who:<16} {' '.join(event.text.split())}"))
+
+
+def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
+    """Return the state line in colours."""
+    style = _MOOD_STYLES[state.urgency if state.sentence else state.mood]
+    text = Text(printable(state.text), style="" if style == "dim" else style)
+    text.stylize(f"bold {_MOOD_STYLES[state.mood]}", 0, len(state.word))
+    return text.append(printable(f" {state.remedy}"), style) if with_remedy and state.remedy else text
+
+
+def line(reading: RunReading | None, outage: Outage | None = None) -> str:
+    """Return the run in one line, for logs and pipes: its state, and the last known figures."""
+    state = state_line(reading, outage).text
+    if reading is None or outage:
+        return state
+    view = reading.view
+    held_out = f"held-out {number(view.held_out_last)}, " if view.evaluated_unix_seconds else ""
+    joining = sum(island.live and island.state == "joining" for island in view.islands)
+    loading = f", {joining} loading and compiling" if joining else ""
+    return (
+        f"{state} · round {view.rounds:,}, step {view.step:,} of {view.steps:,} · {held_out}training "
+        f"{number(view.loss)} {shortened(view.unit)} · {view.live} of {view.known} islands live{loading}"
+    )
+
+
+def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
+    """Return the run in a few lines. `briefly` leaves out the accounts of tokens."""
+    counters = view.counters
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row(
+        "run",
+        f"[bold]{escape(printable(view.run))}[/]  {view.size}, round {view.rounds:,} "
+        f"({view.syncs:,.1f} syncs of each fragment), step {view.step:,} of {view.steps:,} "
+        f"({view.step / max(1, view.steps):.0%})",
+    )
+    held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
+    held_out = "" if math.isnan(view.held_out_last) else held_out
+    grid.add_row("quality", f"{held_out}training loss {number(view.loss)}, in {view.unit}")
+    grid.add_row("", Text(printable(evaluated(view, time.time())), style="dim"))
+    grid.add_row(
+        "islands",
+        f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "
+        f"{view.contributions_per_round:.2f} contributions per round, open {view.open_seconds * 1e3:.0f} ms "
+        f"(grace {view.grace_seconds * 1e3:.0f} ms)",
+    )
+    equals = "=" if view.balanced else "[bold red]≠[/]"
+    grid.add_row(
+        "accounts",
+        f"published {counters.published:,} {equals} merged {counters.merged:,} + refused {counters.refused:,} + "
+        f"pending {view.pending:,}",
+    )
+    if not briefly:
+        grid.add_row(
+            "",
+            f"in tokens {counters.published_tokens:,} {equals} {counters.merged_tokens:,} + "
+            f"{counters.refused_tokens:,} + {view.pending_tokens:,} ({view.fragments} fragments each)",
+        )
+        passes = "" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"
+        grid.add_row(
+            "tokens",
+            f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + "
+            f"pending {view.tokens_pending:,} + unsent {view.tokens_unsent:,} + lost {view.tokens_lost:,}{passes}",
+        )
+    limit = view.memory_limit_bytes
+    of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
+    traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
+    grid.add_row("bytes", traffic)
+    is_served = view.merger.holder or not view.unfinished
+    grid.add_row("merger", Text(printable(merger_in_words(view)), style="" if is_served else "yellow"))
+    if changes := describe_control(view.control):
+        grid.add_row("steered", Text(printable(changes), style="yellow"))
+    return grid
+
+
+def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
+    """Return a line for each problem with what to do about it, and for each island whose work was refused earlier."""
+    refused = {each.who for each in found if each.code == "island.refused"}
+    lines = [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
+              if i.last_refusal and i.name not in refused]  # fmt: skip
+    counts = sorted(view.refused_by_code.items(), key=lambda each: -each[1])
+    if counts:
+        lines.append(f"contributions refused so far: {', '.join(f'{code} {count:,}' for code, count in counts)}")
+    out = []
+    for problem in grouped(found):
+        names = f" ({', '.join(problem.names)})" if problem.names else ""
+        text = printable(f"{problem.who}{names}: {problem.text} {problem.remedy}")
+        out.append(Text(text, style="bold red" if problem.mood == "bad" else "yellow"))
+    return [*out, *(Text(printable(line), style="yellow") for line in lines)]
+
+
+@dataclass(frozen=True)
+class Islands:
+    """The table of islands, with as many columns as fit. It has at most `rows` rows; live islands come first."""
+
+    view: RunView
+    rows: int | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        columns = [column for column in COLUMNS if width >= _WIDTHS.get(column, 0)]
+        table = new_table(*columns, numbers=columns[2:], collapse_padding=True)
+        for index, column in enumerate(table.columns):  # If room is short, names go on in the next line.
+            column.no_wrap, column.overflow = index > 0, "fold"
+        shown, rest = self._chosen()
+        for island in shown:
+            cells = _row(island)
+            table.add_row(*(cells[column] for column in columns))
+        yield table
+        if rest:
+            live = sum(island.live for island in rest)
+            yield Text(f"… and {len(rest):,} more, of which {live:,} live", style="dim")
+
+    def _chosen(self) -> tuple[Sequence[IslandView], Sequence[IslandView]]:
+        """Return the islands that are shown, and the rest."""
+        islands = self.view.islands
+        if self.rows is None or len(islands) <= self.rows:
+            return islands, ()
+        ordered = sorted(islands, key=lambda island: (not island.live, island.last_seen_seconds > 60.0))
+        kept = max(1, self.rows - 1)  # The last row counts the rest.
+        return ordered[:kept], ordered[kept:]
+
+
+def _row(island: IslandView) -> dict[str, Text | str]:
+    style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
+    state = "silent" if island.is_silent else island.state
+    return {
+        "island": island.name,
+        "state": Text(state, style=style),
+        "steps": f"{island.steps:,}",
+        "tokens/s": f"{island.tokens_per_second:,.0f}" if island.live else "–",
+        "loss": number(island.loss),
+        "lag": f"{island.staleness:.2f}",
+        "part": f"{island.participation:.0%}",
+        "score": Text(number(island.score, 2), style="yellow" if island.factor < 1.0 else ""),
+        "queue": str(island.backlog),
+        "up": size(island.bytes_up),
+        "down": size(island.bytes_down),
+        "seen": ago(island.last_seen_seconds),
+    }

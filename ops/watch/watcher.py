@@ -47,11 +47,6 @@ class Outage:
     what: str
     more: str = ""
 
-    @property
-    def why(self) -> str:
-        """The reason as sentences."""
-        return f"{self.what}. {self.more}".strip()
-
 
 class Watcher:
     """A reader that reads one run repeatedly. Only the thread that calls `update` uses the transport.
@@ -108,12 +103,12 @@ class Watcher:
             return Outage(last.unix_seconds, SILENT, CONTINUES)
         return self._outage
 
-    def read(self) -> RunReading:
-        """Return the run as Redis has it now. Raise BrokerError and WireError."""
+    def read(self, *, briefly: bool = True) -> RunReading:
+        """Return the run as Redis has it now, or `briefly` (see `observe`). Raise BrokerError and WireError."""
         tape = self._follow()
         self._read_seldom()
         notes = self.transport.reader.notes(NOTES_READ)
-        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=True)
+        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=briefly)
         view, now = replace(view, address=self._address), self.wall()
         return RunReading(
             view=view,

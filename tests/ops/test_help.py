@@ -20,8 +20,7 @@ import pytest
 from archipelago.broker.config import RunConfig, flat
 from archipelago.ops import commands
 from archipelago.ops.commands import EXAMPLES, VERBS, run
-from archipelago.ops.watch.status import StatusOptions
-from archipelago.ops.watch.terminal import COLUMNS
+from archipelago.ops.watch.status import COLUMNS, StatusOptions
 from docs.generate import every_verb
 
 WATCH_PAGE = Path(__file__).parents[2] / "docs" / "guide" / "watch.md"

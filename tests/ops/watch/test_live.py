@@ -29,7 +29,7 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.watch import formatting, status, terminal
+from archipelago.ops.watch import formatting, status
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.reading import summarise
@@ -63,7 +63,7 @@ def reading(islands: int = 3, events: int = 0, live: int | None = None) -> RunRe
 
 def drawn(shown: RunReading | None, width: int, height: int, outage: Outage | None = None) -> list[str]:
     console = Console(record=True, width=width, height=height, file=StringIO(), highlight=False, force_terminal=True)
-    console.print(terminal.live_screen(shown, outage, NOW, height))
+    console.print(status.live_screen(shown, outage, NOW, height))
     return console.export_text().rstrip("\n").split("\n")
 
 
@@ -130,8 +130,8 @@ def test_control_characters_never_reach_the_terminal() -> None:
     found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
     shown = RunReading(found, NOW, events=[Event(NOW, evil, "refused", evil)])
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
-    console.print(terminal.render(RunReading(found, NOW, problems(found))))
-    console.print(terminal.live_screen(shown, Outage(NOW, evil), NOW, 60))
+    console.print(status.render(RunReading(found, NOW, problems(found))))
+    console.print(status.live_screen(shown, Outage(NOW, evil), NOW, 60))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert text.count("mine") >= 10
