@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -201,13 +201,20 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def finite(value: Any) -> Any:
-    """Return the value in a form that JSON can hold: NaN and infinity become None, and tuples become lists."""
+def finite(value: Any, shown: Callable[[float], float] = float) -> Any:
+    """Return the value in a form that JSON can hold.
+
+    NaN and infinity become None, tuples lists, and dataclasses objects with their fields; `shown` rounds other floats.
+    """
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
-        return {str(key): finite(part) for key, part in value.items()}
+        return {str(key): finite(part, shown) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(part, shown) for part in value]
+    if not isinstance(value, float):
+        return value
+    return shown(value) if math.isfinite(value) else None
 
 
 class Patience:

@@ -7,7 +7,6 @@ import ipaddress
 import json
 import platform
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ class _Service:
             return _answer(404, str(error))
         number, watch = board.charts_number, board.watch
         parts = {
-            "state": to_json(asdict(state_line(watch.latest, watch.outage()))),
+            "state": to_json(state_line(watch.latest, watch.outage())),
             "page": board.page,
             "charts": "" if request.query_params.get("charts") == str(number) else board.charts,
             "number": str(number),

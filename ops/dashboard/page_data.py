@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from archipelago.broker.control import SETTINGS, STEPS, island_field, own
 from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.manifest import Manifest, loss_unit
+from archipelago.broker.process import finite
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.events import Event, remedy_of
 from archipelago.ops.watch.history import POINTS_DRAWN, History, newest, thinned
-from archipelago.ops.watch.run_view import RunView, evaluated, merger_in_words
+from archipelago.ops.watch.run_view import describe_control, evaluated, merger_in_words
 from archipelago.ops.watch.state_line import MOODS
 from archipelago.ops.watch.watcher import LOOK_SECONDS, RunReading, Watcher, repeated
 
@@ -47,45 +48,44 @@ def chart_library() -> Path:
     raise ConfigError("charts need plotly, which this Python does not have", install_hint("dash"), code="config.extra")
 
 
-def page_of(reading: RunReading, manifest: Manifest) -> dict[str, Any]:
-    """Return the data that changes with each reading: everything except the charts. The JSON writer replaces NaN."""
-    view, config = reading.view, manifest.config
-    run = replace(view, islands=(), refusals=()).figures()
-    control, served = dict(view.control.fields), merger_in_words(view)
-    if not view.merger.holder:  # It begins with a word, not with a name.
-        served = served[0].upper() + served[1:]
-    strips = [{member.island: member.staleness for member in entry.members} for entry in view.tape]
+#: What a view was made of, and what plain data have in another form.
+_NOT_PLAIN = ("manifest", "tape", "evaluations", "control", "refusals")
+
+
+def plain(reading: RunReading) -> dict[str, Any]:
+    """Return a reading as plain data without its state: what `status --json` prints, and the page and the report show.
+
+    The values may be dataclasses and NaN (see `broker.process.finite`).
+    """
+    view, control = reading.view, reading.view.control
+    config, strips = view.manifest.config, [{m.island: m.staleness for m in entry.members} for entry in view.tape]
     return {
-        "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
-        "problems": [asdict(problem) for problem in grouped(reading.problems)],
-        "verdict": verdict(view),
-        "evaluated": evaluated(view, reading.unix_seconds),
-        "settings": settings(manifest),
-        "changed": list(differing(config, RunConfig())),
+        **{name: value for name, value in vars(view).items() if name not in _NOT_PLAIN},
         "unix_seconds": reading.unix_seconds,
+        "size": view.size,
+        "syncs": view.syncs,
         "round_seconds": view.round_seconds,
         "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),
+        "problems": grouped(reading.problems),
+        "verdict": verdict(view),
+        "evaluated": evaluated(view, reading.unix_seconds),
+        "serving": merger_in_words(view),
+        "events": events(reading.events),
         "islands": [
             {
-                **asdict(island),
+                **vars(island),
                 "shown": "silent" if island.is_silent else island.state,
                 "strip": [here.get(island.name, -1) for here in strips],
-                "asked": control.get(island_field(island.name), ""),
+                "asked": control.fields.get(island_field(island.name), ""),
             }
             for island in view.islands
         ],
-        "counters": _counters(view),
-        "events": events(reading.events),
-        "serving": f"{served}.",
-        "control": {
-            "set": control,
-            "own": {name: float(own(config, name)) for name in SETTINGS},
-        },
+        "settings": settings(view.manifest),
+        "changed": list(differing(config, RunConfig())),
+        "own": {name: float(own(config, name)) for name in SETTINGS},
+        "steered": dict(control.fields),
+        "steered_words": describe_control(control),
     }
-
-
-#: Fields of a view that the page gets in another form.
-_ELSEWHERE = ("islands", "counters", "control", "refusals", "refused_by_code", "merger", "standbys")
 
 
 def settings(manifest: Manifest) -> dict[str, str]:
@@ -103,11 +103,10 @@ def settings(manifest: Manifest) -> dict[str, str]:
     return words | {f"version.{name}": version for name, version in manifest.versions.items()}
 
 
-def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict[str, Any]:
+def charts_of(reading: RunReading, history: History) -> dict[str, Any]:
     """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
-    evaluations, unit = thinned(reading.view.evaluations, POINTS_DRAWN, newest), loss_unit(manifest.corpus)
-    lines = history.lines()
-    islands = history.losses()
+    unit, lines, islands = loss_unit(reading.view.manifest.corpus), history.lines(), history.losses()
+    evaluations = thinned(reading.view.evaluations, POINTS_DRAWN, newest)
     for columns_of in islands.values():
         columns_of["loss"] = [unit.from_nats(value) for value in columns_of["loss"]]
     return {
@@ -124,17 +123,6 @@ def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict
         "details": history.details(),
         "marks": history.marks(),
         "staleness": history.staleness(),
-    }
-
-
-def _counters(view: RunView) -> dict[str, Any]:
-    counters = view.counters
-    return {
-        "published": [counters.published, counters.published_tokens],
-        "merged": [counters.merged, counters.merged_tokens],
-        "refused": [counters.refused, counters.refused_tokens],
-        "pending": [view.pending, view.pending_tokens],
-        "balanced": view.balanced,
     }
 
 
@@ -158,21 +146,11 @@ def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def to_json(value: Any) -> str:
     """Return compact JSON with five significant digits, which is more than a screen shows. NaN becomes null."""
-    return json.dumps(_short(value), separators=(",", ":"))
+    return json.dumps(finite(value, _five_digits), separators=(",", ":"))
 
 
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _short(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_short(part) for part in value]
-    if not isinstance(value, float):
-        return value
-    if not math.isfinite(value):
-        return None
-    if value.is_integer() or abs(value) >= 1e5:
-        return round(value)
-    return float(f"{value:.5g}")
+def _five_digits(value: float) -> float:
+    return round(value) if value.is_integer() or abs(value) >= 1e5 else float(f"{value:.5g}")
 
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
@@ -240,8 +218,8 @@ class Board:
         watch, before = self.watch, self.watch.history
         if not watch.update() or watch.latest is None:
             return
-        self.page = to_json(page_of(watch.latest, watch.manifest))
+        self.page = to_json(plain(watch.latest))
         if watch.clock() >= self._charts_due or watch.history is not before:
             self._charts_due = watch.clock() + CHARTS_SECONDS
-            self.charts = to_json(charts_of(watch.latest, watch.history, watch.manifest))
+            self.charts = to_json(charts_of(watch.latest, watch.history))
             self.charts_number += 1

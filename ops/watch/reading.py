@@ -110,6 +110,7 @@ def summarise(
     read = sum(number for number, _ in (cursors or {}).values())
     step = max((entry.step for entry in last), default=0)
     return RunView(
+        manifest=manifest,
         run=manifest.run,
         parameters=manifest.parameters,
         fragments=layout.count,
@@ -149,7 +150,6 @@ def summarise(
         control=Control.of(control or {}),
         refused_by_code=_counts(figures, "refused"),
         covered=covered if isinstance(covered := figures.get("covered"), int) else 0,
-        config=manifest.config,
         tape=tape,
         evaluations=evaluations,
         **_token_accounts(presences, merged, counters, pending, fragments),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from archipelago.broker.manifest import LossUnit
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.process import finite, print_json
 from archipelago.broker.redis.keys import checked_name
-from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, page_of, to_json
+from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, plain, to_json
 from archipelago.ops.run_source import RUNS, open_run
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import seconds_text
@@ -64,7 +64,7 @@ def main(options: ReportOptions) -> int:
     """Write the file."""
     library = chart_library()
     found, folder = everything(options)
-    name = checked_name(str(found["page"]["run"]["run"]), "the run name")
+    name = checked_name(str(found["page"]["run"]), "the run name")
     path = options.out or (folder or options.folder / name) / FILE
     text = html(found, library.read_text(encoding="utf-8"))
     try:
@@ -91,10 +91,9 @@ def of_watch(watch: Watcher, folder: Path | None = None) -> dict[str, Any]:
     """Return the run as Redis has it now. `folder` has the report.json of `up`; None if that is not known."""
     reading, report = watch.read(), (read(folder) if folder else None) or {}
     return {
-        "state": asdict(state_line(reading)),
-        "page": page_of(reading, watch.manifest),
-        "charts": charts_of(reading, watch.history, watch.manifest)
-        | {"one_process": report.get("curve_one_process", [])},
+        "state": state_line(reading),
+        "page": plain(reading),
+        "charts": charts_of(reading, watch.history) | {"one_process": report.get("curve_one_process", [])},
         "about": [*([result_in_words(report)] if report else []), syncs_in_words(reading.view)],
     }
 

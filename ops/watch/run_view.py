@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from archipelago.broker.config import RunConfig
 from archipelago.broker.control import DRAIN, EXPEL, Control
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Counters, Evaluation, Refusal, TapeEntry
 from archipelago.broker.observe.merge_load import few_syncs
 from archipelago.broker.presence import Heartbeat
@@ -16,7 +15,6 @@ from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.broker.transport import MergerStatus, Standby
 from archipelago.ops.watch.formatting import ago
 
-REFUSALS_SHOWN = 3
 #: A run has stalled when it closed no round for this long and for this number of strides.
 STALL_SECONDS = 60.0
 STALL_STRIDES = 3.0
@@ -81,6 +79,7 @@ class RunView:
         address: How commands name the run's Redis here; empty if $ARCHIPELAGO_URL does.
     """
 
+    manifest: Manifest
     run: str
     parameters: int
     fragments: int
@@ -130,7 +129,6 @@ class RunView:
     refusals: tuple[tuple[float, Refusal], ...] = ()
     refused_by_code: Mapping[str, int] = field(default_factory=dict, hash=False)
     covered: int = 0
-    config: RunConfig = field(default_factory=RunConfig)
     tape: Sequence[TapeEntry] = ()
     evaluations: Sequence[Evaluation] = ()
     address: str = "URL"
@@ -216,22 +214,6 @@ class RunView:
             if self.pending and self.merger.still_seconds > self.stall_seconds:
                 return "stalled"
         return "training" if self.rounds else "starting"
-
-    def figures(self) -> dict[str, Any]:
-        """Return the view as plain data, without what was read to make it."""
-        found = asdict(replace(self, config=RunConfig(), tape=(), evaluations=()))
-        return {name: value for name, value in found.items() if name not in ("config", "tape", "evaluations")}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the view as one object for `print_json`."""
-        found = self.figures()
-        control = found.pop("control")
-        return found | {
-            "steered": dict(control["fields"]),
-            "steered_words": describe_control(self.control),
-            "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in self.refusals[-REFUSALS_SHOWN:]],
-            "syncs": self.syncs,
-        }
 
 
 def evaluated(view: RunView, now: float) -> str:

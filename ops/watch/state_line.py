@@ -103,7 +103,7 @@ def _remark(reading: RunReading) -> tuple[str, str, str, str]:
     if not found or reading.view.state == "finished":
         sentence, remedy = _REMARKS.get(reading.view.state, ("", ""))
         run = reading.view.run
-        generate = "" if reading.view.config.has_user_loops else f", `archipelago generate {run}`"
+        generate = "" if reading.view.manifest.config.has_user_loops else f", `archipelago generate {run}`"
         return sentence, remedy.format(run=run, generate=generate), "idle", ""
     first = found[0]
     who = "" if first.who in ("run", "redis", "merger") else f"{first.who}: "

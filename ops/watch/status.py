@@ -9,8 +9,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
@@ -21,6 +21,7 @@ from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json, stop_on_signals
+from archipelago.ops.dashboard.page_data import plain
 from archipelago.ops.run_source import FoundRun, RunSource
 from archipelago.ops.watch.advice import Problem, grouped
 from archipelago.ops.watch.events import Event
@@ -91,16 +92,11 @@ def main(options: StatusOptions) -> int:
         with progress("waiting for Redis"):
             reading = Watcher(found.transport, RECENT_ROUNDS, found.address).read(briefly=False)
     if options.json:
-        print_json(_as_json(reading))
+        print_json(plain(reading) | {"state": state_line(reading)})
     else:
         Console(highlight=False).print(render(reading, ROWS))
     grave = ("bad", "warn") if options.strict else ("bad",)
     return 1 if reading.problems and reading.problems[0].mood in grave else 0
-
-
-def _as_json(reading: RunReading) -> dict[str, Any]:
-    state = asdict(state_line(reading))
-    return reading.view.as_json() | {"state": state, "problems": [asdict(each) for each in reading.problems]}
 
 
 # -- live -------------------------------------------------------------------------------------------------------------
@@ -145,7 +141,7 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
         elif outage or not reading:
             print_json({"error": outage.what if outage else ""})
         else:
-            print_json(_as_json(reading))
+            print_json(plain(reading) | {"state": state_line(reading)})
         if reading and reading.view.state == "finished":
             return
 

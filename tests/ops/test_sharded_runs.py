@@ -249,7 +249,7 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: Vi
     assert watcher.latest is not None
     assert state_line(watcher.latest).word == "shard away"
     assert page["serving"].startswith("one (shard 0) serves with epoch ")
-    assert page["serving"].endswith("; shard 1 cannot be reached.")
+    assert page["serving"].endswith("; shard 1 cannot be reached")
     assert len(charts["details"]["round"]) == closed(demo)[0]
     run.cut.clear()
     reader: Any = watcher.transport.reader
@@ -262,7 +262,7 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: Vi
 
 def test_a_report_and_the_lists_of_runs_say_what_they_lack(demo: VirtualRun, run: Cut) -> None:
     found = report.of_watch(Watcher(run))
-    assert found["page"]["problems"][0]["code"] == "shard.unreachable"
+    assert found["page"]["problems"][0].code == "shard.unreachable"
     assert "Shard 1 cannot be reached" in report.html(found, "")
     assert run_list.entry_of(run, "redis").state == "shard away"
 

@@ -122,20 +122,20 @@ function showTab() {
 function write() {
   showTab();
   if (!page) return;
-  const { run } = page;
+  const run = page;
   document.title = `${only ? `${only} · ` : ""}${run.run} · Archipelago`;
   put("run", run.run);
   $("run").title = run.run;
-  put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments${run.shards?.length ? ` and ${run.shards.length} shards` : ""}`);
+  put("sizes", run.size);
   put("traffic", `Payloads: ${size(run.bytes_up)} from the islands, ${size(run.bytes_down)} to them.`);
   writeTiles(run);
-  writeCounters(page.counters);
+  writeCounters(run);
   writeIslands(page.islands);
   writeEvents(page.events);
-  put("serving", page.serving);
-  writeKnobs(page.control);
+  put("serving", run.merger.holder ? run.serving : `${run.serving[0].toUpperCase()}${run.serving.slice(1)}`);
+  writeKnobs(page.steered, page.own);
   writeProblems(page.problems);
-  writeSettings(page.settings, page.changed, page.control.set);
+  writeSettings(page.settings, page.changed, page.steered);
   put("footer", inlined ? `Report of ${new Date(page.unix_seconds * 1e3).toLocaleString([], { hour12: false })}` : "");
 }
 
@@ -176,14 +176,13 @@ function writeTiles(run) {
   put("memory-sub", limit ? `of ${size(limit)}, ${(100 * used / limit).toFixed(0)} %` : used ? "no limit is set" : "this server does not report it");
 }
 
-function writeCounters(counters) {
-  const { balanced } = counters, { run } = page;
+function writeCounters(run) {
+  const { balanced } = run, counters = { ...run.counters, pending: run.pending, pending_tokens: run.pending_tokens };
   put("balance", balanced ? "balanced" : "not balanced");
   $("balance").dataset.mood = balanced ? "good" : "bad";
   for (const name of ["published", "merged", "refused", "pending"]) {
-    const [contributions, tokens] = counters[name];
-    put(`b-${name}`, count(contributions));
-    put(`t-${name}`, short(tokens));
+    put(`b-${name}`, count(counters[name]));
+    put(`t-${name}`, short(counters[`${name}_tokens`]));
   }
   put("counters-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending contributions; tokens count once for each fragment. Rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}.`);
 }
@@ -427,18 +426,18 @@ function showKnobs() {
   $("knobs").hidden = $("forget").hidden = !token;
 }
 
-function writeKnobs(control) {
+function writeKnobs(set, own) {
   for (const form of document.querySelectorAll(".knob")) {
     const { name } = form.dataset, input = form.querySelector("input");
-    const now = control.set[name] ?? String(control.own[name]);
+    const now = set[name] ?? String(own[name]);
     if (document.activeElement !== input && !input.dataset.dirty) input.value = now;
-    const own = form.querySelector("[data-own]");
-    own.querySelector("span").textContent = control.own[name];
-    own.title = "Return to the run's own value";
-    own.disabled = control.set[name] === undefined;
+    const reset = form.querySelector("[data-own]");
+    reset.querySelector("span").textContent = own[name];
+    reset.title = "Return to the run's own value";
+    reset.disabled = set[name] === undefined;
   }
-  $("merging").textContent = control.set.merging === "paused" ? "Resume merging" : "Pause merging";
-  $("merging").dataset.to = control.set.merging === "paused" ? "" : "paused";
+  $("merging").textContent = set.merging === "paused" ? "Resume merging" : "Pause merging";
+  $("merging").dataset.to = set.merging === "paused" ? "" : "paused";
 }
 
 for (const form of document.querySelectorAll(".knob")) {

@@ -49,9 +49,9 @@ def test_a_page_gets_each_reading_and_new_charts_and_the_threads_end_with_the_se
     with serving(Boards(Watcher(transport)), TOKEN, "127.0.0.1", 0) as address:
         until(lambda: shown(address)["page"] is not None, "a first reading")
         first = shown(address)
-        assert (first["page"]["run"]["rounds"], first["charts"]["lines"]["round"]) == (1, [1])
+        assert (first["page"]["rounds"], first["charts"]["lines"]["round"]) == (1, [1])
         close_round(transport, 2)
-        until(lambda: shown(address)["page"]["run"]["rounds"] == 2, "the round")
+        until(lambda: shown(address)["page"]["rounds"] == 2, "the round")
         until(lambda: shown(address)["charts"]["lines"]["round"] == [1, 2], "its charts")
         until(lambda: shown(address, shown(address)["number"])["charts"] is None, "an answer without charts")
     assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
