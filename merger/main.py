@@ -146,6 +146,7 @@ def main(options: MergerOptions) -> int:
             restart_seconds=options.restart_seconds,
             is_gone=has_ended_here,
             executor=in_background,
+            primary=transport if shard else None,
         )
         mergers.append(awaited(make))
     curves.start()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from archipelago.broker.commits import Image, Rewrite, nothing
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ConfigError, UnknownRunError, UnreachableError, WireError
 from archipelago.broker.full_state import FullState, separated
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
-from archipelago.broker.transport import MergerTransport
+from archipelago.broker.transport import MergerTransport, ReaderTransport
 from archipelago.broker.wire import digest_of, full_snapshot, newest
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import full_state, snapshot_of
@@ -60,6 +61,22 @@ class Loaded:
     full: dict[int, Snapshot]
     tape: Sequence[TapeEntry] = ()
     rewrite: Rewrite | None = None
+
+
+def require_primary(primary: ReaderTransport | None) -> None:
+    """Raise UnknownRunError if shard 0 is lost. A run is restored shard by shard, shard 0 last.
+
+    A merger that changed another shard meanwhile would keep everybody from restoring the rest.
+
+    Args:
+        primary: The connection to shard 0; None for the merger of that shard itself.
+    """
+    with suppress(UnreachableError):  # while the server of shard 0 is away, the other shards are served
+        if primary is not None and primary.reader.uid() is None:
+            raise UnknownRunError(
+                f"shard 0 of the run {primary.run!r} is lost",
+                "Start its mergers again with --resume, which restores the run from a checkpoint.",
+            )
 
 
 def load(

@@ -19,14 +19,14 @@ from archipelago.broker.control import CHECKPOINT
 from archipelago.broker.errors import WithdrawnError
 from archipelago.broker.messages import Marker, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
-from archipelago.broker.transport import MergerTransport
+from archipelago.broker.transport import MergerTransport, ReaderTransport
 from archipelago.broker.wire import payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import KEPT_BYTES_MAX, RESTART_SECONDS, Compactor, build_commit
 from archipelago.merger.executor import NewExecutor, awaited, in_virtual_time
-from archipelago.merger.restore import load
+from archipelago.merger.restore import load, require_primary
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Liveness, Rounds
 from archipelago.merger.spectra import Power, Spectra, by_xla
@@ -74,6 +74,7 @@ class Merger:
         restart_seconds: How long a restart may take to merge rounds again (`merger.committing`).
         is_gone: Returns whether another merger has ended, given its name, so that its lease need not expire first.
         executor: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
+        primary: The connection to shard 0, if this merger serves a further shard.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Merger:
         restart_seconds: float = RESTART_SECONDS,
         is_gone: Callable[[str], bool] = never_gone,
         executor: NewExecutor = in_virtual_time,
+        primary: ReaderTransport | None = None,
     ) -> None:
-        self.transport = transport
+        self.transport, self._primary = transport, primary
         self.clock, self.wall = clock, wall
         self.holder = holder or uuid.uuid4().hex[:12]
         self.live_poll_seconds = live_poll_seconds
@@ -142,7 +144,8 @@ class Merger:
         return epoch is not None
 
     def load(self) -> None:
-        """Forget everything, and load the run as its last commit left it."""
+        """Forget everything, and load the run as its last commit left it. Raises UnknownRunError if it is gone."""
+        require_primary(self._primary)
         self._busy_seconds = 0.0
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         store = self.checkpointer.store if self.checkpointer else None

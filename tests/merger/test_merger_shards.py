@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.transport import create, of_shard
 from archipelago.merger.service import Merger
@@ -218,3 +219,13 @@ def test_a_shard_that_nobody_takes_is_taken_in_the_end(home: RedisTransport) -> 
     sharing.look()
     assert sharing.is_to_hand_over(1)
     assert not sharing.is_to_hand_over(1), "one at a time"
+
+
+def test_no_merger_serves_a_shard_of_a_run_whose_shard_0_is_lost(home: RedisTransport) -> None:
+    """Such a run is restored, shard 0 last, and what a merger changed before that would be in the way."""
+    merger = Merger(home.of_shard(1), VirtualClock(), primary=home)
+    assert merger.acquire()
+    merger.load()
+    delete_shard(home.of_shard(0).connection)
+    with pytest.raises(UnknownRunError):
+        merger.load()

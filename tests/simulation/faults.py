@@ -22,7 +22,7 @@ WRITES = REPEATED | FENCED | {"lease_range", "request_state", "promise_answer", 
 #: Calls that change nothing.
 READS = frozenset(
     ["events", "heads", "fragment", "difference", "manifest", "tape", "cursors", "control", "outer", "updates",
-     "presences", "kept", "merger_state", "instance", "holds", "leased", "last_event"]
+     "presences", "kept", "merger_state", "instance", "holds", "leased", "last_event", "uid"]
 )  # fmt: skip
 NOTHING, DISKS, FAILOVER, EVERYTHING = "nothing", "disks", "failover", "everything"
 

@@ -81,6 +81,7 @@ class MergerProcess(Process):
             checkpointer=checkpointer,
             wall=simulation.clock,
             executor=lambda kind, threads=1: self.jobs.submit if kind == "compaction" else at_once,
+            primary=self.home if shard else None,
         )
         self.loaded = False
 
