@@ -146,21 +146,18 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
         rows.append(_row(f"{what}, {rule}", "numpy that also decodes", found, 1.0 if rule == "average" else ""))
         found = ratio_of(lambda bare=bare, deltas=deltas: bare.step(deltas), ours, rounds)  # type: ignore[misc]
         rows.append(_row(f"{what}, {rule}", "numpy, decoded before", found, 1.0 if rule == "average" else ""))
-        trusting, _, _ = _merger_and_bare(rule, elements, contributions, scores=False)
-        found = ratio_of(trusting, ours, rounds)
-        rows.append(_row(f"{what}, {rule}", "the same without scores of islands", found))
     return rows
 
 
 def _merger_and_bare(
-    rule: Literal["average", "rda"], elements: int, contributions: int, *, scores: bool = True
+    rule: Literal["average", "rda"], elements: int, contributions: int
 ) -> tuple[Callable[[], object], _BareNesterov, list[bytes]]:
     from archipelago.merger import merge_rules
     from archipelago.merger.round_merge import Addend, RoundMerge, new_state
     from archipelago.merger.rounds import Close
     from archipelago.merger.state import RunState
 
-    merge = MergeConfig(embedding=rule, rest=rule, scores=scores)
+    merge = MergeConfig(embedding=rule, rest=rule)
     config = RunConfig(merge=merge, wire=WireConfig(up="int4", down="float32"))
     manifest = manifest_of(RUN, config, [Tensor("all", (elements,))], [["all"]])
     rules, random = RoundMerge.of(manifest), np.random.default_rng(0)

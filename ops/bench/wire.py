@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ GOAL = 0.8
 
 @dataclass(frozen=True)
 class WireOptions(OutputOptions):
-    """Measure payloads through Redis, in MB/s, against bare sockets: one producer, and several at once."""
+    """Measure payloads through Redis, in MB/s, against bare sockets."""
 
     quick: bool = False
     """Use smaller payloads and fewer rounds."""
@@ -43,26 +42,24 @@ def main(options: WireOptions) -> int:
 
 
 class WireSize(NamedTuple):
-    """The bytes of a payload, how many one producer sends in a round, the rounds, and the producers at once."""
+    """The bytes of a payload, how many the producer sends in a round, and the rounds."""
 
     payload_bytes: int = 64 << 20
     payloads: int = 8
     rounds: int = 5
-    producers: int = 8
 
 
 QUICK = WireSize(16 << 20, payloads=4, rounds=3)
 
 
 def wire(size: WireSize) -> dict[str, Any]:
-    """Measure one producer against a bare relay, and several at once against one. Return plain data with `rows`."""
+    """Measure a producer and a consumer against a bare relay. Return plain data with `rows`."""
     rows = []
     for append_only, where in ((False, "in memory"), (True, "append-only file")):
         with own_redis(append_only=append_only) as server:
             _make_run(server.url, size.payload_bytes)
             say(f"{where}: {server.program.kind} {server.program.version}")
-            found = [_against_relay(server.url, size), _fan_in(server.url, size)]
-        rows += [{"server": where, **row} for row in found]
+            rows.append({"server": where, **_against_relay(server.url, size)})
     return {"payload_bytes": size.payload_bytes, "rows": rows}
 
 
@@ -77,27 +74,18 @@ def _make_run(url: str, size: int) -> None:
 def _against_relay(url: str, size: WireSize) -> dict[str, Any]:
     payload_bytes, count = size.payload_bytes, size.payloads
     with contextlib.ExitStack() as held:
-        bare = _Line(
-            [held.enter_context(child(_send_bare, payload_bytes))],
-            held.enter_context(child(_receive_bare, payload_bytes)),
-        )
-        held.enter_context(_relay(bare, payload_bytes))
-        ours = _Line(
-            [held.enter_context(child(_publish, url, payload_bytes, "island-0"))], held.enter_context(child(_take, url))
-        )
-        found = taking_turns([lambda: bare.seconds(count), lambda: ours.seconds(count)], size.rounds)
-    return row("one producer", "store-and-forward relay", count * payload_bytes, *found)
-
-
-def _fan_in(url: str, size: WireSize) -> dict[str, Any]:
-    each, count, producers = size.payload_bytes // 4, max(1, size.payloads // 4), size.producers
-    with contextlib.ExitStack() as held:
-        sending = [held.enter_context(child(_publish, url, each, f"i{n}")) for n in range(producers)]
-        consumer = held.enter_context(child(_take, url))
-        one, all_of_them = _Line(sending[:1], consumer), _Line(sending, consumer)
-        sides = [lambda: one.seconds(producers * count), lambda: all_of_them.seconds(count)]
+        sending, receiving, relay, publishing, taking = (
+            held.enter_context(child(work, *given))
+            for work, *given in (
+                (_send_bare, payload_bytes), (_receive_bare, payload_bytes), (_forward, payload_bytes),
+                (_publish, url, payload_bytes), (_take, url),
+            )
+        )  # fmt: skip
+        for end in (sending, receiving):
+            end.pipe.send(relay.receive())
+        sides = [lambda: _seconds(sending, receiving, count), lambda: _seconds(publishing, taking, count)]
         found = taking_turns(sides, size.rounds)
-    return row(f"{producers} producers at once", "one producer", producers * count * each, *found)
+    return row("a producer and a consumer", "store-and-forward relay", count * payload_bytes, *found)
 
 
 def row(what: str, against: str, total_bytes: int, theirs: list[float], ours: list[float]) -> dict[str, Any]:
@@ -115,27 +103,20 @@ def row(what: str, against: str, total_bytes: int, theirs: list[float], ours: li
     }
 
 
-class _Line:
-    """Producers and a consumer, each a process behind a pipe that receives a count and answers with a time."""
-
-    def __init__(self, producers: Sequence[MeasuredProcess], consumer: MeasuredProcess) -> None:
-        self.producers, self.consumer = producers, consumer
-
-    def seconds(self, count: int) -> float:
-        """Let each producer send `count` payloads. Return the time from the first start to the consumer's end."""
-        self.consumer.pipe.send(count * len(self.producers))
-        for producer in self.producers:
-            producer.pipe.send(count)
-        began = min(float(producer.receive()) for producer in self.producers)
-        return float(self.consumer.receive()) - began
+def _seconds(producer: MeasuredProcess, consumer: MeasuredProcess, count: int) -> float:
+    """Let the producer send `count` payloads. Return the time from its start to the consumer's end."""
+    consumer.pipe.send(count)
+    producer.pipe.send(count)
+    began = float(producer.receive())
+    return float(consumer.receive()) - began
 
 
 # -- through the transport ------------------------------------------------------------------------------------------
 
 
-def _publish(pipe: Connection, url: str, size: int, island: str) -> None:
+def _publish(pipe: Connection, url: str, size: int) -> None:
     transport, payload = connect(url, RUN), os.urandom(size)
-    contribution = contribution_of(island, payload, "float32")
+    contribution = contribution_of("island-0", payload, "float32")
     while True:
         count, began = pipe.recv(), time.monotonic()
         for sequence in range(count):
@@ -166,16 +147,8 @@ def _take(pipe: Connection, url: str) -> None:
 # -- over bare sockets ----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _relay(line: _Line, size: int) -> Iterator[None]:
-    """Put a process between the two that receives each payload whole before it sends it on."""
-    with child(_forward, size) as relay:
-        for end in (*line.producers, line.consumer):
-            end.pipe.send(relay.receive())
-        yield
-
-
 def _forward(pipe: Connection, size: int) -> None:
+    """Say two ports, and receive each payload at the first whole before it is sent on from the second."""
     buffer = memoryview(bytearray(size))
     with socket.create_server((LOOPBACK, 0)) as a, socket.create_server((LOOPBACK, 0)) as b:
         for listening in (a, b):
