@@ -138,7 +138,7 @@ class WorkerRun(Membership):
         bucket = own_bucket(options, manifest.run, name)
         keep_compiled()
         if self._leader is not None:
-            self._leader.assemble(manifest, self._awaited.seconds, self._stopped)
+            self._leader.assemble(manifest)
 
         from archipelago.islands.checkpoint import IslandStore
         from archipelago.islands.prepared import prepared_for

@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.errors import ArchipelagoError, HostError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import logs
 from archipelago.broker.process import FAILED, INTERRUPTED, OUTAGE, keep_compiled, supervised_status
 from archipelago.islands.options import IslandOptions, own_task, require_valid
 from archipelago.islands.running import end_of_imports, run_island
-from archipelago.islands.team.meeting import come, gather
 from archipelago.islands.team.protocol import Said, leader_left
-from archipelago.islands.team.ranks import HostRank, alike, key_of
+from archipelago.islands.team.ranks import HostRank, alike
 
 if TYPE_CHECKING:
     from archipelago.islands.team.jax_team import JaxTeam
 
+#: How long processes may take to load until JAX connects them, besides `--wait-seconds`.
+START_SECONDS = 60.0
 #: Words of an error that tells of a lost process.
 LOST = re.compile("gloo|nccl|rccl|coordination service", re.IGNORECASE)
 
@@ -67,6 +70,33 @@ def _status(error: BaseException) -> int:
     return OUTAGE if LOST.search(str(error)) else FAILED
 
 
+def connected(options: IslandOptions, here: HostRank) -> JaxTeam:
+    """Wait for the other processes, and connect them. Raises the errors of `jax_team.connect`.
+
+    JAX would abort a process that waits in vain, so a timer ends it before, with an error (`hosts.missing`). A signal
+    ends it at once, because Python runs no handlers while JAX waits.
+    """
+    from archipelago.islands.team.jax_team import connect
+
+    seconds = START_SECONDS + options.wait_seconds
+    missing = HostError(
+        f"not all {here.hosts} hosts of this island have come to {here.address} in {seconds:g} s",
+        "Start all of them, check --coordinator, whose port must be open to all hosts, or raise --wait-seconds.",
+        code="hosts.missing",
+    )
+    timer = threading.Timer(seconds, _end_now, (missing,))
+    timer.daemon = True
+    timer.start()
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    log.info("host %s of %s waits at %s for the others", here.rank, here.hosts, here.address)
+    try:
+        return connect(here, alike(options), seconds + START_SECONDS)
+    finally:
+        timer.cancel()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 class HostLeader:
     """The leader of an island over several hosts, as its worker sees it.
 
@@ -80,12 +110,9 @@ class HostLeader:
         """Note the flags and the rank of this process."""
         self._options, self._here = options, here
 
-    def assemble(self, manifest: Manifest, seconds: float, stopped: Callable[[], bool]) -> None:
-        """Wait for the others, connect JAX, and tell the others which run it is. Raises the errors of `gather`."""
-        gather(self._here, alike(self._options, self._here.hosts), key_of(self._options.url), seconds, stopped)
-        from archipelago.islands.team.jax_team import connect
-
-        self.team = connect(self._here)
+    def assemble(self, manifest: Manifest) -> None:
+        """Wait for the others, and tell them which run it is. Raises the errors of `connected`."""
+        self.team = connected(self._options, self._here)
         self.team.share_manifest(manifest)
 
     def await_prepared(self) -> JaxTeam:
@@ -124,15 +151,12 @@ def _lead(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -
 def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
     """Do what the leader of the hosts says until the island ends."""
     options.log_as(f"host-{here.rank}", options.run)
-    log.info("host %s of %s comes to the leader at %s", here.rank, here.hosts, here.address)
-    come(here, alike(options, here.hosts), key_of(options.url), options.patience(stopped).seconds, stopped)
     keep_compiled()
     from archipelago.islands.prepared import prepared_for
     from archipelago.islands.team.computing import follow
-    from archipelago.islands.team.jax_team import connect
 
     end_of_imports()
-    team = connect(here)
+    team = connected(options, here)
     manifest = team.share_manifest(None, team.exchange(Said()).about)
     try:
         prepared = prepared_for(options, manifest, own_task(options, manifest))

@@ -6,8 +6,9 @@ accelerator. If a process is lost, a computation of the others fails, or JAX abo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,47 +17,59 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
+from archipelago.broker.errors import ConfigError, HostError
 from archipelago.islands.sync.arrays import spec
-from archipelago.islands.team.meeting import disagreement
 from archipelago.islands.team.protocol import Team
 from archipelago.islands.team.ranks import HostRank
 
-#: The processes have come together already, so JAX waits for them to load only, on loaded machines.
-START_SECONDS = 300
 #: JAX aborts all processes when one of them has been silent for this long.
 SILENCE_SECONDS = 15
 #: How long the processes wait for each other at an orderly end. On a loaded machine, queued steps take a while.
 SHUTDOWN_SECONDS = 60
 
 
-def connect(here: HostRank) -> JaxTeam:
+def connect(here: HostRank, about: Mapping[str, str], seconds: float) -> JaxTeam:
     """Connect the JAX of all processes. Call this before anything that uses a device.
 
     Afterwards `jax.devices()` are those of all processes.
 
+    Args:
+        here: The rank of this process.
+        about: What all processes must have alike, by its name in words. All give the same names.
+        seconds: JAX aborts this process if some have not come in that time.
+
     Raises:
-        ConfigError: The processes have different devices (`hosts.disagree`). All of them raise it.
+        HostError: JAX cannot connect them (`hosts.missing`).
+        ConfigError: The processes disagree, or have different devices (`hosts.disagree`). All of them raise it.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
     jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call] # it would take SIGTERM
-    jax.distributed.initialize(
-        here.jax_address,
-        here.hosts,
-        here.rank,
-        cluster_detection_method="deactivate",
-        initialization_timeout=START_SECONDS,
-        heartbeat_timeout_seconds=SILENCE_SECONDS,
-        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-    )
-    counts = Counter((device.process_index, device.device_kind) for device in jax.devices())
-    own, *others = [
-        (rank, " and ".join(f"{count} of {kind}" for (of, kind), count in sorted(counts.items()) if of == rank))
-        for rank in range(here.hosts)
-    ]
-    for rank, found in others:
-        if found != own[1]:
-            raise disagreement("devices", own[1], rank, found)
-    return JaxTeam()
+    try:
+        jax.distributed.initialize(
+            here.address,
+            here.hosts,
+            here.rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(seconds),
+            heartbeat_timeout_seconds=SILENCE_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
+    except RuntimeError as error:
+        raise HostError(
+            f"JAX cannot connect the hosts of this island at {here.address} ({str(error).splitlines()[0][:200]})",
+            "Is the port of --coordinator free on host 0, and open to the others? Start all hosts again.",
+            code="hosts.missing",
+        ) from None
+    team, counts = JaxTeam(), Counter(device.device_kind for device in jax.local_devices())
+    devices = " and ".join(f"{count} of {kind}" for kind, count in sorted(counts.items()))
+    for what, own in {**about, "devices": devices}.items():
+        if not team.is_same(f"{what} {own}"):
+            raise ConfigError(
+                f"the hosts of this island disagree: this one has {what} {own}, and another one has not",
+                "Install the same versions, and start all hosts with the same flags and as many devices.",
+                code="hosts.disagree",
+            )
+    return team
 
 
 class JaxTeam(Team):

@@ -97,11 +97,15 @@ class Team(ABC):
         """Whether this process is the leader."""
         return self.rank == 0
 
+    def is_same(self, text: str) -> bool:
+        """Return whether all processes call this with the same text."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:3])
+        numbers = self._sum([number if rank == self.rank else 0 for rank in range(self.size)])
+        return set(numbers) == {number}
+
     def require_together(self, call: str) -> None:
         """Raise ConfigError (`loop.not-together`) unless all processes make this call."""
-        number = int.from_bytes(hashlib.sha256(call.encode()).digest()[:3])
-        numbers = self._sum([number if rank == self.rank else 0 for rank in range(self.size)])
-        if set(numbers) != {number}:
+        if not self.is_same(call):
             raise ConfigError(
                 f"this process calls `{call}`, and another process of this island calls something else",
                 "Call `join` in every process and, if the model is split, `create` too, in the same order.",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import platform
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import installed_versions
-from archipelago.broker.process import URL_VARIABLE
 
 if TYPE_CHECKING:
     from archipelago.islands.options import IslandOptions
@@ -24,11 +20,11 @@ PORT_MAX = 65535
 
 @dataclass(frozen=True)
 class HostRank:
-    """The rank of this process among those of its island, and where they meet.
+    """The rank of this process among those of its island, and where JAX connects them.
 
     Attributes:
         host: The address of the leader.
-        port: The port on which the leader waits for the others. JAX uses the next one.
+        port: The port of JAX's coordinator there.
         hosts: The number of processes.
         rank: The number of this one. The leader is 0.
     """
@@ -45,18 +41,8 @@ class HostRank:
 
     @property
     def address(self) -> str:
-        """The leader's address, as `--coordinator` takes it."""
+        """The address of JAX's coordinator, as `--coordinator` takes it."""
         return f"{_bracketed(self.host)}:{self.port}"
-
-    @property
-    def jax_port(self) -> int:
-        """The port of JAX's coordinator, on the leader's host."""
-        return self.port + 1 if self.port < PORT_MAX else self.port - 1
-
-    @property
-    def jax_address(self) -> str:
-        """The address of JAX's coordinator."""
-        return f"{_bracketed(self.host)}:{self.jax_port}"
 
 
 def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> HostRank | None:
@@ -78,7 +64,7 @@ def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> H
     if not found or not 0 < int(found[2]) <= PORT_MAX:
         raise flag_error(
             f"--coordinator {coordinator!r:.80} is no address",
-            "Give the first host and a free port of it, such as node0:9000. The next port must be free, too.",
+            "Give the first host and a free port of it, such as node0:9000.",
         )
     if not 1 <= hosts <= HOSTS_MAX:
         raise flag_error(f"--hosts is {hosts}", f"Give a number from 1 to {HOSTS_MAX}.")
@@ -102,24 +88,10 @@ def _bracketed(host: str) -> str:
 # -- what all processes have alike -------------------------------------------------------------------------------------
 
 
-def alike(options: IslandOptions, hosts: int) -> dict[str, str]:
+def alike(options: IslandOptions) -> dict[str, str]:
     """Return what all processes of an island must have alike, by its name in words: flags, and versions of packages."""
-    flags = {
-        "--hosts": hosts, "--run": options.run, "--mesh": options.mesh,
-        "--batch-size": options.batch_size,
-    }  # fmt: skip
-    given = {flag: str(value) for flag, value in flags.items() if value}
-    return {"Python": platform.python_version(), **installed_versions(), **given}
-
-
-def key_of(url: str | None) -> bytes:
-    """Return what the processes of an island know and strangers do not: the Redis URL, or the content of a join file.
-
-    A Redis without a password has no secrets, so anybody who knows its address can take part.
-    """
-    address = url or os.environ.get(URL_VARIABLE, "")
-    try:
-        content = Path(address).read_bytes() if address and Path(address).is_file() else address.encode()
-    except OSError:
-        content = address.encode()
-    return hashlib.sha256(b"archipelago hosts\0" + content).digest()
+    versions = (f"{name} {version}" for name, version in sorted(installed_versions().items()))
+    flags = {"--run": options.run, "--mesh": options.mesh, "--batch-size": options.batch_size or None}
+    return {"Python": platform.python_version(), "packages": ", ".join(versions)} | {
+        flag: f"{value}" for flag, value in flags.items()
+    }

@@ -1,0 +1,46 @@
+"""The processes of an island over several hosts: their flags, and one that waits in vain."""
+
+from __future__ import annotations
+
+import signal
+from queue import SimpleQueue
+
+import pytest
+
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.options import IslandOptions
+from archipelago.islands.team import hosts, jax_team
+from archipelago.islands.team.ranks import HostRank, host_rank
+from tests.failing import failing
+
+
+def test_flags_give_a_rank_or_are_refused() -> None:
+    wrongs: list[tuple[str | None, int | None, int | None]] = [
+        ("node0:9000", None, None), (None, 2, 0), (None, None, 0), ("node0", 2, 0), ("node0:0", 2, 0),
+        ("node0:70000", 2, 0), ("node0:9000", 0, 0), ("node0:9000", 2, 2), ("node0:9000", 2, -1),
+    ]  # fmt: skip
+    for wrong in wrongs:
+        with failing(ConfigError, "config.value"):
+            host_rank(*wrong)
+    assert host_rank(None, None, None) is host_rank(None, 1, None) is None
+    here = host_rank("[::1]:9000", 4, 3)
+    assert here is not None
+    assert (here.host, here.port, here.leads, here.address) == ("::1", 9000, False, "[::1]:9000")
+
+
+def test_a_process_that_waits_in_vain_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX, which waits here for ever, would abort it. A signal ends it meanwhile."""
+    ended: SimpleQueue[ConfigError] = SimpleQueue()
+    found = []
+
+    def connect(*about: object) -> object:
+        found.append(signal.getsignal(signal.SIGTERM))
+        return ended.get()
+
+    monkeypatch.setattr(hosts, "START_SECONDS", 0.0)
+    monkeypatch.setattr(hosts, "_end_now", ended.put)
+    monkeypatch.setattr(jax_team, "connect", connect)
+    before = signal.getsignal(signal.SIGTERM)
+    error = hosts.connected(IslandOptions(wait_seconds=0.0), HostRank("node0", 9000, 2, 1))
+    assert (getattr(error, "code", ""), found) == ("hosts.missing", [signal.SIG_DFL])
+    assert signal.getsignal(signal.SIGTERM) == before
