@@ -21,8 +21,8 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, p
 from archipelago.ops.dashboard.page_data import Boards
 from archipelago.ops.run_source import RUNS, RunSource, address_of, shown
 from archipelago.ops.settings import say
+from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.run_list import all_runs
-from archipelago.ops.watch.watcher import Watcher
 
 TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
 STOP_SECONDS = 5

@@ -6,9 +6,10 @@ import importlib.util
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,10 @@ from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.process import finite
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
-from archipelago.ops.watch.events import Event, remedy_of
-from archipelago.ops.watch.history import POINTS_DRAWN, History, newest, thinned
+from archipelago.ops.watch.history import POINTS_DRAWN, History, thinned
+from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import describe_control, evaluated, merger_in_words
 from archipelago.ops.watch.state_line import MOODS
-from archipelago.ops.watch.watcher import LOOK_SECONDS, RunReading, Watcher, repeated
 
 if TYPE_CHECKING:
     from archipelago.ops.watch.run_list import RunEntry
@@ -70,7 +70,7 @@ def plain(reading: RunReading) -> dict[str, Any]:
         "verdict": verdict(view),
         "evaluated": evaluated(view, reading.unix_seconds),
         "serving": merger_in_words(view),
-        "events": events(reading.events),
+        "events": reading.events[: -EVENTS_SHOWN - 1 : -1],  # the newest first
         "islands": [
             {
                 **vars(island),
@@ -106,7 +106,7 @@ def settings(manifest: Manifest) -> dict[str, str]:
 def charts_of(reading: RunReading, history: History) -> dict[str, Any]:
     """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
     unit, lines, islands = loss_unit(reading.view.manifest.corpus), history.lines(), history.losses()
-    evaluations = thinned(reading.view.evaluations, POINTS_DRAWN, newest)
+    evaluations = thinned(reading.view.evaluations, POINTS_DRAWN, itemgetter(-1))  # a mean would belong to no model
     for columns_of in islands.values():
         columns_of["loss"] = [unit.from_nats(value) for value in columns_of["loss"]]
     return {
@@ -124,24 +124,6 @@ def charts_of(reading: RunReading, history: History) -> dict[str, Any]:
         "marks": history.marks(),
         "staleness": history.staleness(),
     }
-
-
-def events(found: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the events with their remedies, newest first.
-
-    Repeated refusals of an island for one reason become one line with a count.
-    """
-    out: list[dict[str, Any]] = []
-    for event in (asdict(event) | {"remedy": remedy_of(event)} for event in reversed(found)):
-        if out and event["kind"] == "refused" and _alike(out[-1]) == _alike(event):
-            out[-1]["times"] += 1
-        else:
-            out.append(event | {"times": 1})
-    return out[:EVENTS_SHOWN]
-
-
-def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    return event["who"], event["kind"], event["text"].partition(": ")[2]  # Compare the text without its round.
 
 
 def to_json(value: Any) -> str:

@@ -37,11 +37,10 @@ from archipelago.ops.launch.supervisor import (
 )
 from archipelago.ops.settings import say
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.reading import Watcher, observe, repeated
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import state_line
 from archipelago.ops.watch.status import line, state_text
-from archipelago.ops.watch.watcher import Watcher, repeated
 
 if TYPE_CHECKING:
     from archipelago.ops.launch.up import UpOptions

@@ -36,8 +36,8 @@ from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import is_given, say, to_toml
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch.reading import RECENT_ROUNDS
-from archipelago.ops.watch.watcher import Watcher
+from archipelago.ops.watch.history import RECENT_ROUNDS
+from archipelago.ops.watch.reading import Watcher
 
 #: The most seconds from a signal to the end of everything. The steps of an orderly end take less together.
 END_SECONDS = 300.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from archipelago.broker.messages import UNSAVED, Note, Refusal
@@ -41,10 +41,11 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Event:
-    """A note or a refusal, as one line of a run's history.
+    """A note, or refusals that repeat each other, as one line of a run's history.
 
     Attributes:
-        remedy: What to do about it; empty if its kind says so (`remedy_of`).
+        remedy: What to do about it; empty if nothing has to be done.
+        times: How many refusals of that island for that reason came in a row. The other fields are those of the newest.
     """
 
     unix_seconds: float
@@ -52,44 +53,28 @@ class Event:
     kind: str
     text: str
     remedy: str = ""
+    times: int = 1
 
 
 def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Event]:
     """Return notes and refusals as one list, oldest first."""
-    out = [Event(note.unix_seconds, note.who, note.kind, note.text) for note in notes]
-    out += [Event(at, each.island, "refused", f"round {each.round:,}: {each.reason}") for at, each in refusals]
-    return sorted(out, key=lambda event: event.unix_seconds)
+    found = [Event(note.unix_seconds, note.who, note.kind, note.text, _REMEDIES.get(note.kind, "")) for note in notes]
+    for at, each in refusals:
+        text = f"round {each.round:,}: {each.reason}"
+        found.append(Event(at, each.island, "refused", text, refusal_remedy(each.reason)))
+    out: list[Event] = []
+    for event in sorted(found, key=lambda event: event.unix_seconds):
+        if out and event.kind == "refused" and _without_round(event) == _without_round(out[-1]):
+            event = replace(event, times=out.pop().times + 1)
+        out.append(event)
+    return out
+
+
+def _without_round(event: Event) -> tuple[str, str, str]:
+    return event.who, event.kind, event.text.partition(": ")[2]
 
 
 def refusal_remedy(reason: str) -> str:
     """Return what to do about a refusal, by its reason."""
     low = reason.lower()
     return next((remedy for words, remedy in _REFUSALS if words in low), "Look at the island's log and its version.")
-
-
-def remedy_of(event: Event) -> str:
-    """Return what to do about the event; empty if nothing has to be done."""
-    if event.kind == "refused" and event.who != "merger":  # the merger's own says what to do
-        return refusal_remedy(event.text)
-    return event.remedy or _REMEDIES.get(event.kind, "")
-
-
-def with_comebacks(events: Iterable[Event]) -> list[Event]:
-    """Call an island's `joined` a `came back` if it had joined before; if it had not left, it was killed.
-
-    Args:
-        events: The events, oldest first.
-    """
-    out, state = [], dict[str, str]()
-    for event in events:
-        before = state.get(event.who, "")
-        if event.kind in ("joined", "left", "drained", "expelled", "replaced", "diverged"):
-            state[event.who] = event.kind
-        if event.kind == "joined" and before == "joined":
-            text = f"{event.text}. It had ended without leaving: it was killed, or its machine went down"
-            remedy = "It goes on with what was merged. If you did not stop it, look at its machine: memory, preemption."
-            event = replace(event, kind="came back", text=text, remedy=remedy)
-        elif event.kind == "joined" and before:
-            event = replace(event, kind="came back")
-        out.append(event)
-    return out

@@ -61,8 +61,3 @@ def clock(unix_seconds: float) -> str:
     """Format a moment as local time, with the date if that is not today's."""
     at, now = time.localtime(unix_seconds), time.localtime()
     return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%b %d %H:%M", at)
-
-
-def date(unix_seconds: float) -> str:
-    """Format a moment as date and time in UTC."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds))

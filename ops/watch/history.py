@@ -7,22 +7,23 @@ as many additions. The page of a run of several weeks is therefore as small as t
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.layout import Layout
-from archipelago.ops.watch.reading import RECENT_ROUNDS, mean
 
+#: The newest rounds, which say who participates.
+RECENT_ROUNDS = 48
 #: The most rows of a trail. If there are more, neighbouring rows are joined.
 ROWS_KEPT = 4096
 #: Points of each line: about one for every two pixels.
 POINTS_DRAWN = 360
-#: The number of newest rounds that are drawn one by one.
+#: The number of newest rounds whose times are drawn one by one, and whose staleness is counted.
 DETAIL_ROUNDS = 96
-#: The number of newest rounds in the histogram of staleness.
-STALENESS_ROUNDS = 1024
 MARKS_KEPT = 100
 #: Islands whose own losses are kept, and rows and drawn points of each.
 ISLANDS_KEPT, ISLAND_ROWS, ISLAND_POINTS = 64, 512, 120
@@ -41,7 +42,6 @@ class RoundRow(NamedTuple):
         live: The smallest number of live islands.
         participating: The smallest number of live islands that recent rounds had merged.
         unix_seconds: When the last of the rounds closed, by the merger's clock.
-        step: The global step of the last of the rounds.
     """
 
     round: float
@@ -62,22 +62,6 @@ class IslandRow(NamedTuple):
     loss: float
 
 
-class Detail(NamedTuple):
-    """One round's times.
-
-    Attributes:
-        quorum_seconds: From the first contribution to the quorum.
-        waited_seconds: From the quorum to the close.
-        grace_seconds: The grace window that was allowed.
-    """
-
-    round: int
-    quorum_seconds: float
-    waited_seconds: float
-    merge_seconds: float
-    grace_seconds: float
-
-
 class Mark(NamedTuple):
     """A round in which the merger or a setting changed."""
 
@@ -85,6 +69,12 @@ class Mark(NamedTuple):
     tokens: float
     unix_seconds: float
     text: str
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan
 
 
 #: How neighbouring rows are joined, by field: a drop in islands stays visible. The others keep
@@ -105,11 +95,6 @@ def thinned(rows: Sequence[Row], most: int, join: Callable[[Sequence[Row]], Row]
     """Return at most `most` rows, each of which joins equally many neighbours."""
     span = max(1, math.ceil(len(rows) / most))
     return [join(rows[start : start + span]) for start in range(0, len(rows), span)]
-
-
-def newest(rows: Sequence[Row]) -> Row:
-    """Join neighbouring rows into their newest one, where a mean would belong to no model."""
-    return rows[-1]
 
 
 def columns(rows: Sequence[Any], kind: Any) -> dict[str, list[Any]]:
@@ -156,8 +141,7 @@ class History:
         self._trail: Trail[RoundRow] = Trail()
         self._known: set[str] = set()
         self._recent: deque[set[str]] = deque(maxlen=RECENT_ROUNDS)
-        self._details: deque[Detail] = deque(maxlen=DETAIL_ROUNDS)
-        self._staleness: deque[tuple[int, ...]] = deque(maxlen=STALENESS_ROUNDS)
+        self._details: deque[TapeEntry] = deque(maxlen=DETAIL_ROUNDS)
         self._marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
         self._losses: dict[str, Trail[IslandRow]] = {}
         self._tokens = 0.0
@@ -199,13 +183,7 @@ class History:
         self._known |= here
         self._recent.append(here)
         self._tokens += sum(member.tokens for member in entry.members) / self._layout.count
-        self._staleness.append(tuple(member.staleness for member in entry.members))
-        self._details.append(
-            Detail(
-                entry.round, entry.quorum_seconds, max(0.0, entry.open_seconds - entry.quorum_seconds),
-                entry.merge_seconds, entry.grace_seconds,
-            )
-        )  # fmt: skip
+        self._details.append(replace(entry, before=""))  # That field may be long.
         known, live = max(entry.live, len(self._known)), float(entry.live)
         closed = entry.unix_seconds or math.nan
         self._round = max(self._round, entry.round)
@@ -240,17 +218,21 @@ class History:
         return columns(thinned(self._trail.rows, POINTS_DRAWN), RoundRow)
 
     def details(self) -> dict[str, list[Any]]:
-        """Return columns of the newest rounds, one row for each."""
-        return columns(list(self._details), Detail)
+        """Return columns of the newest rounds: waits for the quorum and after it, merge and grace."""
+        rounds = self._details
+        return {
+            "round": [entry.round for entry in rounds],
+            "quorum_seconds": [entry.quorum_seconds for entry in rounds],
+            "waited_seconds": [max(0.0, entry.open_seconds - entry.quorum_seconds) for entry in rounds],
+            "merge_seconds": [entry.merge_seconds for entry in rounds],
+            "grace_seconds": [entry.grace_seconds for entry in rounds],
+        }
 
     def marks(self) -> dict[str, list[Any]]:
         """Return columns of the rounds in which a merger took over or a change by an operator took effect."""
         return columns(list(self._marks), Mark)
 
     def staleness(self) -> list[int]:
-        """Return how many of the recent contributions were merged at staleness 0, 1, 2 …"""
-        values = [value for members in self._staleness for value in members]
-        counts = [0] * (max(values, default=-1) + 1)
-        for value in values:
-            counts[value] += 1
-        return counts
+        """Return how many contributions to the newest rounds were merged at staleness 0, 1, 2 …"""
+        counts = Counter(member.staleness for entry in self._details for member in entry.members)
+        return [counts[value] for value in range(max(counts, default=-1) + 1)]

@@ -1,27 +1,45 @@
-"""Read a run from Redis into a view. `observe` reads it, and `summarise` combines what was read."""
+"""Read a run from Redis: once into a view, or again and again, for the live screen, the page and the report.
+
+`observe` reads, `summarise` combines what was read, and a `Watcher` repeats both and keeps the history.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from archipelago.broker.control import Control, run_steps
+from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import UNSAVED, Counters, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import merged_tokens
-from archipelago.broker.shards.transport import shards_away
+from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
+from archipelago.ops.watch.advice import Problem, problems
+from archipelago.ops.watch.events import Event, events_of
+from archipelago.ops.watch.history import RECENT_ROUNDS, History, mean
 from archipelago.ops.watch.run_view import IslandView, RunView
 
-RECENT_ROUNDS = 48
 #: A round that closes during a reading makes its accounts inconsistent, so we read again, at most this often.
 BALANCE_TRIES = 5
 REFUSALS_READ = 100
+LOOK_SECONDS = 1.0
+#: Evaluations and refusals are read again after this time, and so rarely that it takes at most this share of the time.
+SELDOM_SECONDS, SELDOM_SHARE = 5.0, 0.05
+#: If the newest reading is older than this, the next one hangs, which is an outage. The connection itself waits longer.
+PATIENCE_SECONDS = 5.0
+SILENT, CONTINUES = "Redis does not answer", "The display continues by itself."
+TAPE_MOST = 1 << 16
+EVENTS_READ = 200
 
 
 def observe(
@@ -98,13 +116,14 @@ def summarise(
     """
     away, layout, unit = unreachable or {}, manifest.shard_layout, loss_unit(manifest.corpus)
     fragments = layout.count - sum(len(layout.fragments[shard]) for shard in away)
-    parts = parts_by_island(tape)
     last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
     figures = _figures(state)
     merged = merged_tokens(figures)
-    islands = tuple(
-        _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
-    )
+    took_part = Counter(name for entry in tape for name in {member.island for member in entry.members})
+    member_of = {member.island: member for entry in tape for member in entry.members}  # the newest of each
+    shares = {island: rounds / len(tape) for island, rounds in took_part.items()}
+    settled = {island: tokens // fragments for island, tokens in merged.items()}
+    islands = tuple(_island(each, shares, member_of, settled, unit) for each in presences)
     live = [island for island in islands if island.live]
     newest = evaluations[-1] if evaluations else None
     read = sum(number for number, _ in (cursors or {}).values())
@@ -116,9 +135,7 @@ def summarise(
         fragments=layout.count,
         rounds=max((entry.round for entry in last), default=0),
         step=step,
-        steps=max(
-            step, run_steps(manifest.config, control or {})
-        ),  # it may have been steered to fewer than it has made
+        steps=max(step, run_steps(manifest.config, control or {})),  # it may have made more than it was steered to
         known=len(islands),
         live=len(live),
         participating=sum(island.participation > 0 for island in live),
@@ -152,7 +169,7 @@ def summarise(
         covered=covered if isinstance(covered := figures.get("covered"), int) else 0,
         tape=tape,
         evaluations=evaluations,
-        **_token_accounts(presences, merged, counters, pending, fragments),
+        **_token_accounts(presences, settled, counters, pending, fragments),
     )
 
 
@@ -176,40 +193,30 @@ def _balanced(counters: Counters, pending: Pending) -> bool:
     return (counters.published, counters.published_tokens) == (contributions, tokens)
 
 
-def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, RoundMember]]]:
-    """Return each island's members of the rounds, oldest first, with the place of the round. Reads each member once."""
-    parts: dict[str, list[tuple[int, RoundMember]]] = {}
-    for place, entry in enumerate(tape):
-        for member in entry.members:
-            parts.setdefault(member.island, []).append((place, member))
-    return parts
-
-
 def _island(
     presence: Presence,
-    parts: Sequence[tuple[int, RoundMember]],
-    rounds: int,
-    merged: Mapping[str, int],
-    fragments: int,
+    shares: Mapping[str, float],
+    member_of: Mapping[str, RoundMember],
+    settled: Mapping[str, int],
     unit: LossUnit,
 ) -> IslandView:
     beat = presence.heartbeat
-    mine = [member for _, member in parts]
+    newest = member_of.get(beat.island)
     return IslandView(
         **vars(beat) | {"loss": unit.from_nats(beat.loss)},
         name=beat.island,
         live=presence.is_live,
         last_seen_seconds=presence.age_seconds,
-        participation=len({place for place, _ in parts}) / rounds if rounds else 0.0,
-        score=mine[-1].score if mine else math.nan,
-        factor=mine[-1].factor if mine else math.nan,
-        tokens_merged=merged.get(beat.island, 0) // fragments,
+        participation=shares.get(beat.island, 0.0),
+        score=newest.score if newest else math.nan,
+        factor=newest.factor if newest else math.nan,
+        tokens_merged=settled.get(beat.island, 0),
     )
 
 
 def _token_accounts(
     presences: Iterable[Presence],
-    merged: Mapping[str, int],
+    settled: Mapping[str, int],
     counters: Counters,
     pending: Pending,
     fragments: int,
@@ -217,31 +224,163 @@ def _token_accounts(
     """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
 
     docs/guide/watch.md says what each account holds. A token counts once, although each fragment is synchronised on
-    its own: every account is the mean over the fragments. `merged` are the tokens of each island, summed over the
-    fragments; it also has islands of long ago, which have trained their merged tokens.
+    its own: every account is the mean over the fragments. `settled` are each island's merged tokens. It also has
+    islands of long ago, which have trained these.
     """
-    of_island = {island: tokens // fragments for island, tokens in merged.items()}
-    unsent = 0
+    of_island, unsent = dict(settled), 0
     for presence in presences:
         beat = presence.heartbeat
         of_island[beat.island] = max(beat.tokens, of_island.get(beat.island, 0))
         unsent += beat.tokens_unsent if presence.is_live else 0
-    settled, refused, waiting = (
+    merged, refused, waiting = (
         tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, pending.tokens)
     )
-    rest = max(0, sum(of_island.values()) - settled - refused - waiting)
+    rest = max(0, sum(of_island.values()) - merged - refused - waiting)
     unsent = min(unsent, rest)
     return {
-        "tokens_merged": settled,
+        "tokens_merged": merged,
         "tokens_refused": refused,
         "tokens_pending": waiting,
         "tokens_unsent": unsent,
         "tokens_lost": rest - unsent,
-        "tokens_trained": settled + refused + waiting + rest,
+        "tokens_trained": merged + refused + waiting + rest,
     }
 
 
-def mean(values: Iterable[float]) -> float:
-    """Return the mean of the values that are not NaN, or NaN if there are none."""
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else math.nan
+# -- again and again ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """A run at one moment: what is wrong now, the worst first, and its notes and refusals, oldest first."""
+
+    view: RunView
+    unix_seconds: float
+    problems: Sequence[Problem] = ()
+    events: Sequence[Event] = ()
+
+
+@dataclass(frozen=True)
+class Outage:
+    """The reason why there is no new reading, what is done about it, and the time at which this began."""
+
+    since_unix_seconds: float
+    what: str
+    more: str = ""
+
+
+class Watcher:
+    """A reader that reads one run repeatedly. Only the thread that calls `update` uses the transport.
+
+    Args:
+        transport: A connection to the run.
+        rounds: The most rounds that are read for the history, at the beginning and after a gap.
+        address: How commands name the run's Redis here.
+        clock: Monotonic seconds.
+        wall: Unix seconds.
+
+    Attributes:
+        history: The rounds of the run, as far as they were read.
+        latest: The last successful reading; None before the first.
+    """
+
+    def __init__(
+        self,
+        transport: ReaderTransport,
+        rounds: int = TAPE_MOST,
+        address: str = "URL",
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.clock, self.wall = clock, wall
+        self.latest: RunReading | None = None
+        self._primary, self._rounds, self._address = transport, rounds, address
+        self._outage: Outage | None = None
+        self.manifest, self.transport = opened(transport, for_display=True)
+        self.history = History(self.manifest.shard_layout)
+        #: The shards that the history lacks.
+        self._lacks: frozenset[int] = frozenset()
+        self._evaluations: Sequence[Evaluation] = ()
+        self._refusals: Sequence[tuple[float, Refusal]] = ()
+        self._seldom_due = -math.inf
+
+    def update(self) -> bool:
+        """Read the run once. Return False if the broker did not answer, or sent what cannot be decoded."""
+        try:
+            self.latest = self.read()
+        except ArchipelagoError as error:
+            since = self._outage.since_unix_seconds if self._outage else self.wall()
+            self._seldom_due = -math.inf  # After an outage everything is read again.
+            more = CONTINUES if isinstance(error, UnreachableError) else error.remedy
+            self._outage = Outage(since, error.what, more)
+        else:
+            self._outage = None
+        return self._outage is None
+
+    def outage(self) -> Outage | None:
+        """Return why there is no new reading, if there is none. A reading that hangs is an outage."""
+        last = self.latest
+        if self._outage is None and last and self.wall() - last.unix_seconds > PATIENCE_SECONDS:
+            return Outage(last.unix_seconds, SILENT, CONTINUES)
+        return self._outage
+
+    def read(self, *, briefly: bool = True) -> RunReading:
+        """Return the run as Redis has it now, or `briefly` (see `observe`). Raise BrokerError and WireError."""
+        tape = self._follow()
+        self._read_seldom()
+        notes = self.transport.reader.notes(EVENTS_READ)
+        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=briefly)
+        view, now = replace(view, address=self._address), self.wall()
+        return RunReading(
+            view=view,
+            unix_seconds=now,
+            problems=problems(view, now),
+            events=events_of(notes, view.refusals),
+        )
+
+    def _read_seldom(self) -> None:
+        """Read all evaluations and the recent refusals if they are due. It may take long, so it is done rarely."""
+        began = self.clock()
+        if began >= self._seldom_due:
+            self._evaluations = self.transport.reader.evaluations()
+            self._refusals = refusals_of(self.transport.reader)
+            self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
+
+    def _follow(self) -> Sequence[TapeEntry]:
+        """Add the recent tape to the history, and return it. If they do not connect, the whole tape is read.
+
+        The history begins anew at first, when a shard answers that could not be reached when it began, after a return
+        to a checkpoint, and for a new run of the same name.
+        """
+        tape, may_follow = self.transport.reader.tape(RECENT_ROUNDS), self._lacks <= shards_away(self.transport).keys()
+        if may_follow and not self.history.follows(tape):
+            tape = self.transport.reader.tape(self._rounds)
+        if may_follow and self.history.follows(tape):
+            self.history.extend(tape)
+            return tape
+        found = self._primary.reader.manifest()
+        if found != self.manifest:
+            self.manifest, self.transport = found, whole(self._primary, found, for_display=True)
+        tape = self.transport.reader.tape(self._rounds)
+        self.history = History(self.manifest.shard_layout)
+        self.history.begin(self.transport.reader.counters().merged_tokens, tape)
+        self._lacks = frozenset(shards_away(self.transport))
+        self._seldom_due = -math.inf
+        return tape
+
+
+@contextlib.contextmanager
+def repeated(update: Callable[[], object], every_seconds: float) -> Iterator[None]:
+    """Call `update` on a daemon thread while the block runs. A reading that hangs does not delay the end."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            update()
+            ended.wait(every_seconds)
+
+    threading.Thread(target=work, name="watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

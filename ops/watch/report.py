@@ -21,9 +21,9 @@ from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, 
 from archipelago.ops.run_source import RUNS, open_run
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import seconds_text
+from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import state_line
-from archipelago.ops.watch.watcher import Watcher
 
 SCRIPTS = ("charts.js", "page.js")
 FILE, SUMMARY = "report.html", "report.json"

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from archipelago.broker.messages import TapeEntry
 from archipelago.ops.watch.formatting import ago, clock
-from archipelago.ops.watch.watcher import Outage, RunReading
+from archipelago.ops.watch.reading import Outage, RunReading
 
 #: The state while there is no new reading.
 NO_ANSWER = "no answer"

@@ -26,10 +26,10 @@ from archipelago.ops.run_source import FoundRun, RunSource
 from archipelago.ops.watch.advice import Problem, grouped
 from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
-from archipelago.ops.watch.reading import RECENT_ROUNDS
+from archipelago.ops.watch.history import RECENT_ROUNDS
+from archipelago.ops.watch.reading import LOOK_SECONDS, Outage, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, evaluated, merger_in_words
 from archipelago.ops.watch.state_line import StateLine, state_line
-from archipelago.ops.watch.watcher import LOOK_SECONDS, Outage, RunReading, Watcher, repeated
 
 #: How many islands and problems are shown. `--json` has all.
 ROWS = 40
@@ -59,7 +59,7 @@ _ISLANDS_LEAST, _EVENTS_SHOWN = 3, 8
 #: Older events are not shown.
 _EVENT_SECONDS = 15 * 60.0
 _KIND_STYLES = {"refused": "yellow", "diverged": "bold red", "expelled": "red", "paused": "yellow", "left": "dim",
-                "joined": "green", "came back": "green", "resumed": "green"}  # fmt: skip
+                "joined": "green", "resumed": "green"}  # fmt: skip
 _MOOD_STYLES = {"good": "green", "busy": "cyan", "warn": "yellow", "bad": "bold red", "idle": "dim"}
 
 
@@ -185,7 +185,8 @@ def live_screen(reading: RunReading | None, outage: Outage | None, now: float, h
 def _event_line(event: Event, now: float) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f"{f'{ago(now - event.unix_seconds)} ago':>10} ", "dim")
-    line.append(f"{event.kind:<10} ", _KIND_STYLES.get(event.kind, "cyan"))
+    kind = f"{event.kind} ×{event.times}" if event.times > 1 else event.kind
+    line.append(f"{kind:<10} ", _KIND_STYLES.get(event.kind, "cyan"))
     return line.append(printable(f"{event.who:<16} {' '.join(event.text.split())}"))
 
 

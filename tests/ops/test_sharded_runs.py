@@ -26,10 +26,9 @@ from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.page_data import Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch import report, run_list
-from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.reading import Watcher, observe
 from archipelago.ops.watch.state_line import state_line
 from archipelago.ops.watch.status import print_lines
-from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.export import find
 from tests.failing import failing
 from tests.intercept import Intercepted

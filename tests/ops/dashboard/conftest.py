@@ -16,7 +16,7 @@ from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import Boards
-from archipelago.ops.watch.watcher import Watcher
+from archipelago.ops.watch.reading import Watcher
 from tests import samples
 from tests.conftest import Until
 

@@ -23,7 +23,7 @@ from archipelago.ops.commands import run
 from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
 from archipelago.ops.dashboard.page_data import Boards
-from archipelago.ops.watch.watcher import Watcher
+from archipelago.ops.watch.reading import Watcher
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing

@@ -25,9 +25,8 @@ from archipelago.ops.dashboard.app import BODY_BYTES_MAX, application
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import FILES, PAGE, Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.reading import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher, observe
 from archipelago.ops.watch.run_list import RunEntry
-from archipelago.ops.watch.watcher import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher
 from tests import samples
 from tests.failing import failing
 from tests.intercept import Intercepted

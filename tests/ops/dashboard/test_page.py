@@ -12,8 +12,8 @@ from archipelago.broker.memory.transport import MemoryTransport
 from archipelago.broker.messages import Note
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import Boards, chart_library
+from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.report import html, of_watch
-from archipelago.ops.watch.watcher import Watcher
 from tests import samples
 from tests.conftest import Until
 from tests.ops.dashboard.conftest import NAMES, TOKEN, TROUBLE, Page, close_round

@@ -14,13 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.control import Control
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Counters, Note, Pending, Refusal
+from archipelago.broker.messages import Counters, Pending
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.app import _sentences, _stamped
-from archipelago.ops.dashboard.page_data import events, to_json
-from archipelago.ops.watch.events import events_of
+from archipelago.ops.dashboard.page_data import to_json
 from archipelago.ops.watch.reading import observe, summarise
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import MOODS
@@ -58,17 +57,6 @@ def test_the_state_of_a_run() -> None:
         assert view(**changes | {"merger": merger}).state == word, (changes, seconds)
         assert word in MOODS
     assert view(unreachable={1: "gone"}, **live).state == "shard away"
-
-
-def test_events_are_newest_first_and_repeated_refusals_are_counted() -> None:
-    late = [(10.0 + n, Refusal("b", "x", n, n, 0, 100, "too old")) for n in range(3)]
-    other = (13.0, Refusal("a", "x", 0, 9, 0, 100, "too old"))
-    notes = [Note(1.0, "b", "joined", "new"), Note(11.5, "merger", "served", "in epoch 2")]
-    found = events(events_of(notes, [*late, other]))
-    assert [(e["unix_seconds"], e["who"], e["kind"], e["times"]) for e in found] == [
-        (13.0, "a", "refused", 1), (12.0, "b", "refused", 1), (11.5, "merger", "served", 1), (11.0, "b", "refused", 2),
-        (1.0, "b", "joined", 1),
-    ]  # fmt: skip
 
 
 def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from archipelago.broker.control import Control
-from archipelago.broker.messages import Counters, Pending, Refusal, TapeEntry
+from archipelago.broker.messages import Counters, Note, Pending, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, problems, rising
-from archipelago.ops.watch.events import Event, remedy_of, with_comebacks
+from archipelago.ops.watch.events import events_of
 from archipelago.ops.watch.reading import summarise
 from archipelago.ops.watch.run_view import RunView
 from tests import samples
@@ -180,17 +180,18 @@ def test_a_loss_that_rises_is_a_problem() -> None:
         assert look(view(tape=tape_of(losses)), rounds=1) == (["loss.rises"] if rises else [])
 
 
-def test_events_about_which_something_has_to_be_done_have_a_remedy() -> None:
-    for kind, needs_something in (("replaced", True), ("lowered", True), ("joined", False), ("never seen", False)):
-        assert bool(remedy_of(Event(NOW, "a", kind, "something"))) is needs_something, kind
-    late, expelled = (remedy_of(Event(NOW, "a", "refused", text)) for text in (REFUSED.reason, "it is expelled"))
-    assert late != expelled
-    assert not remedy_of(Event(NOW, "merger", "refused", "it says what to do"))
-
-
-def test_an_island_that_was_killed_comes_back() -> None:
-    told = [("joined", "a"), ("joined", "b"), ("joined", "a"), ("left", "b"), ("joined", "b")]
-    found = with_comebacks([Event(float(n), who, kind, "after round 1") for n, (kind, who) in enumerate(told)])
-    assert [event.kind for event in found] == ["joined", "joined", "came back", "left", "came back"]
-    assert "killed" in found[2].text
-    assert "killed" not in found[4].text
+def test_events_about_which_something_has_to_be_done_have_a_remedy_and_repeated_refusals_are_counted() -> None:
+    late = [(NOW + 10.0 + n, replace(REFUSED, island="b", round=n)) for n in range(3)]
+    other = (NOW + 13.0, replace(REFUSED, reason="it is expelled"))
+    notes = [Note(NOW, "b", "joined", "new"), Note(NOW + 11.5, "merger", "served", "in epoch 2")]
+    notes += [
+        Note(NOW + 20.0, "b", "replaced", "by another"),
+        Note(NOW + 21.0, "merger", "refused", "it says what to do"),
+    ]
+    found = events_of(notes, [*late, other])
+    assert [(event.unix_seconds - NOW, event.who, event.kind, event.times, bool(event.remedy)) for event in found] == [
+        (0.0, "b", "joined", 1, False), (11.0, "b", "refused", 2, True), (11.5, "merger", "served", 1, False),
+        (12.0, "b", "refused", 1, True), (13.0, "a", "refused", 1, True), (20.0, "b", "replaced", 1, True),
+        (21.0, "merger", "refused", 1, False),
+    ]  # fmt: skip
+    assert found[1].remedy != found[4].remedy

@@ -17,12 +17,12 @@ from archipelago.ops.watch.history import (
     ISLAND_POINTS,
     ISLANDS_KEPT,
     POINTS_DRAWN,
+    RECENT_ROUNDS,
     ROWS_KEPT,
     History,
     Trail,
     thinned,
 )
-from archipelago.ops.watch.reading import RECENT_ROUNDS
 from tests import samples
 from tests.samples import member
 

@@ -32,9 +32,8 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.watch import formatting, status
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.events import Event
-from archipelago.ops.watch.reading import summarise
+from archipelago.ops.watch.reading import Outage, RunReading, Watcher, summarise
 from archipelago.ops.watch.run_view import RunView, describe_control
-from archipelago.ops.watch.watcher import Outage, RunReading, Watcher
 from tests import samples
 from tests.intercept import Intercepted
 

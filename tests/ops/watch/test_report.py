@@ -27,7 +27,7 @@ from archipelago.ops.commands import run
 from archipelago.ops.dashboard.page_data import PAGE
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch.reading import observe, summarise
+from archipelago.ops.watch.reading import Watcher, observe, summarise
 from archipelago.ops.watch.report import (
     SCRIPTS,
     ReportOptions,
@@ -38,7 +38,6 @@ from archipelago.ops.watch.report import (
     syncs_in_words,
 )
 from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.export import find
 from tests import samples
 from tests.failing import failing

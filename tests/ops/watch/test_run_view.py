@@ -17,10 +17,10 @@ from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.transport import Memory, Transport
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import number, size
-from archipelago.ops.watch.reading import BALANCE_TRIES, RECENT_ROUNDS, observe, summarise
+from archipelago.ops.watch.history import RECENT_ROUNDS
+from archipelago.ops.watch.reading import BALANCE_TRIES, RunReading, observe, summarise
 from archipelago.ops.watch.run_view import RunView, evaluated
 from archipelago.ops.watch.status import render
-from archipelago.ops.watch.watcher import RunReading
 from tests import samples
 from tests.intercept import Intercepted
 from tests.samples import member

@@ -12,9 +12,8 @@ from archipelago.broker.messages import Counters, Pending, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.reading import summarise
+from archipelago.ops.watch.reading import Outage, RunReading, summarise
 from archipelago.ops.watch.state_line import state_line, steps_per_second
-from archipelago.ops.watch.watcher import Outage, RunReading
 from tests import samples
 
 NOW = 1.8e9
