@@ -29,6 +29,9 @@ SETTINGS = [
     "--sync.interval=12",
 ]
 
+#: The shortest step of an island. Without a minimum, islands take all cores while a test waits for other processes.
+STEP_SECONDS = 0.05
+
 
 class Processes:
     """Starts commands, keeps their output, and ends them all.
@@ -43,9 +46,10 @@ class Processes:
         self.folder, self.prefix, self.environment = folder, prefix, environment
         self.all: list[subprocess.Popen[str]] = []
 
-    def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
-        """Start `archipelago` with these arguments."""
-        return self.python("-P", "-m", "archipelago", *args, **environment)
+    def start(self, verb: str, *args: str, **environment: str) -> subprocess.Popen[str]:
+        """Start `archipelago` with these arguments. Islands rest after each step, so that they leave time to others."""
+        paced = [f"--step-seconds-min={STEP_SECONDS}"] if verb == "island" else []
+        return self.python("-P", "-m", "archipelago", verb, *args, *paced, **environment)
 
     def python(self, *args: str, **environment: str) -> subprocess.Popen[str]:
         """Start Python with these arguments."""
