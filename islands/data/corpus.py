@@ -8,10 +8,6 @@ mapped into memory. There are two kinds:
   `tokenizer.json` too.
 
 `preparation` writes corpora.
-
-$ARCHIPELAGO_DATA can be the address of a bucket. There, a corpus is a folder with the same files. Its card is uploaded
-last, so a folder without one is no corpus. Each machine downloads a corpus once, and compares the data with the digest
-in the card.
 """
 
 from __future__ import annotations
@@ -27,10 +23,10 @@ import platformdirs
 from annotated_types import Ge, Gt
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-from archipelago.broker.buckets.folder import BucketFolder, is_address
+from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError, DataError, fault_in
-from archipelago.broker.files import require_local, staged_folder
+from archipelago.broker.files import require_local
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.redis.keys import checked_name, is_name
@@ -143,16 +139,10 @@ def card_json(card: Card) -> bytes:
 
 
 def data_folder() -> Path:
-    """Return the folder of all corpora on this machine: $ARCHIPELAGO_DATA, or one in the user's cache.
-
-    If the variable is the address of a bucket, the folder has what was downloaded from there.
-    """
+    """Return the folder of all corpora on this machine: $ARCHIPELAGO_DATA, or one in the user's cache."""
     chosen = os.environ.get(DATA_VARIABLE)
     if not chosen:
         return platformdirs.user_cache_path("archipelago") / "corpora"
-    if is_address(chosen):  # each address has its own folder
-        name = hashlib.blake2b(chosen.rstrip("/").encode(), digest_size=6).hexdigest()
-        return platformdirs.user_cache_path("archipelago") / f"corpora-{name}"
     require_local(Path(chosen), "$ARCHIPELAGO_DATA")
     return Path(chosen).expanduser()
 
@@ -182,11 +172,11 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
     if is_address(name) or (is_path and not is_name(name)):
         raise ConfigError(
             f"{name!r} is a path or an address, and not the name of a prepared corpus",
-            f"Run `archipelago prepare {name}` for a file or a folder, which says the corpus's name. If corpora lie in "
-            "a bucket, set ARCHIPELAGO_DATA to the address of their folder. Then give the corpus's name.",
+            f"Run `archipelago prepare {name}` for a file or a folder on this machine, and give the corpus's name, "
+            "which that says.",
             code="data.missing",
         )
-    if not is_prepared(name) and not download_corpus(name):
+    if not is_prepared(name):
         if name == STDLIB:
             from archipelago.islands.data.preparation import prepare_stdlib
 
@@ -194,7 +184,7 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
         present = ", ".join(prepared()) or "none yet"
         what = name if name in KNOWN or is_path else "FILE_OR_FOLDER --name NAME"
         raise DataError(
-            f"there is no corpus {name!r} in {bucket_of_corpora() or data_folder()} (prepared: {present})",
+            f"there is no corpus {name!r} in {data_folder()} (prepared: {present})",
             f"Run `archipelago prepare {what}`, or name another corpus.",
             code="data.missing",
         )
@@ -248,70 +238,3 @@ def digest_of(path: Path) -> str:
     """Return the BLAKE2b-128 digest of a file, 32 hexadecimal digits. Raises OSError if it cannot be read."""
     with progress(f"verifying {path}"), path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-# -- copies in a bucket ------------------------------------------------------------------------------------------------
-
-
-def bucket_of_corpora() -> BucketFolder | None:
-    """Return the folder of all corpora in the bucket; None if $ARCHIPELAGO_DATA is no address. Raises BucketError."""
-    address = os.environ.get(DATA_VARIABLE, "")
-    return BucketFolder(address) if is_address(address) else None
-
-
-def download_corpus(name: str) -> bool:
-    """Download a corpus, if there is a bucket that has it. Return whether it is there now.
-
-    Raises:
-        BucketError: The bucket cannot be read.
-        DataError: The corpus in the bucket is damaged (`data.damaged`), or the disk refuses it (`data.unwritable`).
-    """
-    bucket, target = bucket_of_corpora(), data_folder() / name
-    if bucket is None:
-        return False
-    remote = bucket.child(name)
-    files = [path for path in remote.tree() if path and "/" not in path]
-    if CARD_FILE not in files:
-        return False
-    try:
-        with progress(f"downloading the corpus {name!r} from {bucket}"), staged_folder(target) as stage:
-            remote.download({file: stage / file for file in files})
-            if f'"{digest_of(stage / TEXT_FILE)}"'.encode() not in (stage / CARD_FILE).read_bytes():
-                raise DataError(
-                    f"the corpus {name!r} in {bucket} is damaged ({TEXT_FILE} lacks the digest that {CARD_FILE} says)",
-                    "Delete it there, and run `archipelago prepare` again.",
-                    code="data.damaged",
-                )
-    except OSError as error:
-        if is_prepared(name):
-            return True  # another process has downloaded it meanwhile
-        raise DataError(
-            f"the corpus {name!r} cannot be downloaded to {target.parent} ({error})",
-            "Check the disk's space and permissions.",
-            code="data.unwritable",
-        ) from error
-    return True
-
-
-def upload_corpus(name: str) -> None:
-    """Upload a corpus of this machine, if there is a bucket that does not have it yet.
-
-    Raises:
-        BucketError: The bucket refuses it.
-        DataError: The bucket has another corpus of that name (`data.taken`).
-    """
-    bucket, folder = bucket_of_corpora(), data_folder() / name
-    if bucket is None:
-        return
-    remote = bucket.child(name)
-    if CARD_FILE in remote.tree():
-        if f'"{_read_card(folder).digest}"'.encode() in remote.read(CARD_FILE):
-            return
-        raise DataError(
-            f"{bucket} holds a different corpus {name!r} already",
-            "Choose another --name, or delete it there.",
-            code="data.taken",
-        )
-    with progress(f"uploading the corpus {name!r} to {bucket}"):
-        remote.upload({path.name: path for path in folder.glob("[!.]*") if path.is_file() and path.name != CARD_FILE})
-        remote.upload({CARD_FILE: folder / CARD_FILE})

@@ -38,11 +38,9 @@ class PrepareOptions:
 
 def main(options: PrepareOptions) -> int:
     """Prepare one corpus, and print a summary."""
-    from archipelago.islands.data.corpus import bucket_of_corpora, data_folder, upload_corpus
+    from archipelago.islands.data.corpus import data_folder
 
-    bucket = bucket_of_corpora()  # an unknown scheme shows before the work begins
     corpus = _prepare(options)
-    upload_corpus(corpus.name)
     found: dict[str, object] = {
         "corpus": corpus.name, "digest": corpus.digest, "train": corpus.train.size, "valid": corpus.valid.size,
         "test": corpus.test.size, "folder": str(data_folder() / corpus.name),
@@ -53,8 +51,6 @@ def main(options: PrepareOptions) -> int:
         train_bytes, valid_bytes, test_bytes = corpus.text_sizes
         found |= {"vocabulary": corpus.vocabulary, "dtype": corpus.train.dtype.name, "tokenizer": corpus.tokenizer,
                   "train_bytes": train_bytes, "valid_bytes": valid_bytes, "test_bytes": test_bytes}  # fmt: skip
-    if bucket:
-        found["bucket"] = f"{bucket}/{corpus.name}"
     if options.json:
         print_json(found)
         return 0
@@ -66,14 +62,12 @@ def main(options: PrepareOptions) -> int:
             f"{corpus.vocabulary:,} different tokens of {corpus.bytes_per_token:.2f} bytes on average")  # fmt: skip
     else:
         say(f"corpus {corpus.name!r}: {train} bytes to train on, {valid} and {test} held out")
-    if bucket:
-        say(f"  it is in {bucket}/{corpus.name}; machines with the same ARCHIPELAGO_DATA download it when they need it")
     say(f"  use it:  archipelago up --data.corpus {corpus.name}")
     return 0
 
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
-    from archipelago.islands.data.corpus import ENWIK8, KNOWN, STDLIB, download_corpus, is_prepared
+    from archipelago.islands.data.corpus import ENWIK8, KNOWN, STDLIB
     from archipelago.islands.data.preparation import is_bytes, prepare_enwik8, prepare_stdlib, prepare_text
     from archipelago.islands.data.tokenizer import encoding_of
 
@@ -83,8 +77,6 @@ def _prepare(options: PrepareOptions) -> OpenCorpus:
         raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
     suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
     name = checked_name(options.name or _name(options) + suffix, "the corpus name")
-    if is_known and not is_prepared(name):
-        download_corpus(name)  # the bucket's, if it has it
     if options.source == STDLIB:
         return prepare_stdlib(name, encoding)
     if options.source == ENWIK8:
