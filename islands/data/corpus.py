@@ -34,9 +34,8 @@ from archipelago.islands.data.documents import Reading
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
 
-STDLIB, ENWIK8 = "stdlib", "enwik8"
-#: Corpora that `archipelago prepare` makes by their name alone.
-KNOWN = (STDLIB, ENWIK8)
+#: The corpus that `archipelago prepare` makes by its name alone.
+STDLIB = "stdlib"
 TEXT_FILE, CARD_FILE = "text.bin", "corpus.json"
 DATA_VARIABLE = "ARCHIPELAGO_DATA"
 CARD_BYTES_MAX = 64 << 10
@@ -182,7 +181,7 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
 
             return prepare_stdlib()
         present = ", ".join(prepared()) or "none yet"
-        what = name if name in KNOWN or is_path else "FILE_OR_FOLDER --name NAME"
+        what = name if is_path else "FILE_OR_FOLDER --name NAME"
         raise DataError(
             f"there is no corpus {name!r} in {data_folder()} (prepared: {present})",
             f"Run `archipelago prepare {what}`, or name another corpus.",

@@ -6,20 +6,13 @@ processes prepare it at once.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import platform
 import sysconfig
-import urllib.request
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from http.client import HTTPException
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.error import HTTPError
 
 import numpy as np
 
@@ -30,7 +23,6 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.data.corpus import (
     CARD_FILE,
-    ENWIK8,
     STDLIB,
     TEXT_FILE,
     Card,
@@ -51,10 +43,6 @@ from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces, train
 
 MINIMUM_BYTES = 64 << 10
-CHUNK_BYTES = 1 << 20
-CONNECT_SECONDS = 15.0
-#: The errors of a download, and of archives that are damaged, foreign (KeyError) or encrypted (RuntimeError).
-UNREADABLE = (OSError, HTTPException, EOFError, ValueError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile)
 _PIECE_BYTES = 64 << 10
 #: The pieces of text that are tokenised together, on all cores.
 _PIECES_AT_ONCE = 16
@@ -252,69 +240,3 @@ def _sources(root: Path) -> list[Path]:
         if _OTHER_FOLDERS.isdisjoint(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
     )
     return list(filter(Path.is_file, wanted))
-
-
-# -- enwik8, the usual benchmark of byte-level models ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Enwik8:
-    """The first 100,000,000 bytes of an English Wikipedia of 2006.
-
-    Attributes:
-        bytes: The size of the text.
-        sha256: The hash of the text.
-        url: The canonical address of its file.
-        file_bytes: The size of that file.
-    """
-
-    bytes: int = 100_000_000
-    sha256: str = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
-    url: str = "http://mattmahoney.net/dc/enwik8.zip"
-    file_bytes: int = 36_445_475
-
-
-def prepare_enwik8(name: str = ENWIK8, encoding: Encoding = BYTES, wanted: Enwik8 = Enwik8()) -> OpenCorpus:
-    """Download and prepare enwik8, or open the corpus of its bytes if it exists.
-
-    Raises:
-        DataError: It cannot be downloaded, or it is another text (`data.unreachable`), or one of the errors of
-            `create`.
-    """
-    if is_bytes(encoding) and is_prepared(name):
-        return open_corpus(name)
-
-    def fill(target: BinaryIO) -> tuple[None, None]:
-        target.write(_downloaded(wanted))
-        return None, None
-
-    return create(name, wanted.url.rpartition("/")[2], fill, encoding)
-
-
-def _downloaded(wanted: Enwik8) -> bytes:
-    """Return the text. The file is read up to its known size, and unpacked up to that of the text."""
-    packed = bytearray()
-    try:
-        with (
-            progress(f"downloading {wanted.url} (bytes)", wanted.file_bytes) as downloading,
-            urllib.request.urlopen(wanted.url, timeout=CONNECT_SECONDS) as answer,  # noqa: S310
-        ):
-            while len(packed) <= wanted.file_bytes and (chunk := answer.read(CHUNK_BYTES)):
-                packed += chunk
-                downloading.done = len(packed)
-        if len(packed) > wanted.file_bytes:
-            raise ValueError(f"the file is larger than {wanted.file_bytes:,} bytes")
-        with zipfile.ZipFile(io.BytesIO(packed)) as archive, archive.open(ENWIK8) as file:
-            text = file.read(wanted.bytes + 1)
-        if hashlib.sha256(text).hexdigest() != wanted.sha256:
-            raise ValueError(f"its text does not have the SHA-256 {wanted.sha256}")
-    except UNREADABLE as error:
-        if isinstance(error, HTTPError):
-            error.close()  # it holds the connection
-        reason = " ".join(f"{error}".split())[:200] or type(error).__name__
-        raise DataError(
-            f"enwik8 cannot be prepared from {wanted.url} ({reason})",
-            "Download and unpack enwik8.zip elsewhere, and run `archipelago prepare ./enwik8` beside the text.",
-            code="data.unreachable",
-        ) from None
-    return text

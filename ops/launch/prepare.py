@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Turn text into a corpus: a file or a folder of text, `enwik8` (100 MB of Wikipedia), or `stdlib`."""
+    """Turn text into a corpus: a file or a folder of text, or `stdlib`, the sources of this Python."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """A file, a folder, `enwik8` or `stdlib`."""
+    """A file, a folder or `stdlib`."""
     name: str | None = None
     """The name of the corpus, for --data.corpus. The default is made from the source."""
     tokenizer: str | None = None
@@ -67,20 +67,18 @@ def main(options: PrepareOptions) -> int:
 
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
-    from archipelago.islands.data.corpus import ENWIK8, KNOWN, STDLIB
-    from archipelago.islands.data.preparation import is_bytes, prepare_enwik8, prepare_stdlib, prepare_text
+    from archipelago.islands.data.corpus import STDLIB
+    from archipelago.islands.data.preparation import is_bytes, prepare_stdlib, prepare_text
     from archipelago.islands.data.tokenizer import encoding_of
 
     encoding = encoding_of(options.tokenizer) if options.tokenizer is not None else BYTES
-    is_known, is_tokenised = options.source in KNOWN, not is_bytes(encoding)
+    is_known, is_tokenised = options.source == STDLIB, not is_bytes(encoding)
     if options.name and is_known and not is_tokenised:
         raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
     suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
     name = checked_name(options.name or _name(options) + suffix, "the corpus name")
     if options.source == STDLIB:
         return prepare_stdlib(name, encoding)
-    if options.source == ENWIK8:
-        return prepare_enwik8(name, encoding)
     return prepare_text(Path(options.source), name, encoding)
 
 

@@ -307,13 +307,13 @@ def disk(free: int, folder: Path, parameters: int) -> Finding:
 def corpus(wanted: Corpus) -> Finding:
     """Check that the corpus of the run is here."""
     name = wanted.name
-    from archipelago.islands.data.corpus import KNOWN, is_prepared, open_corpus, prepared
+    from archipelago.islands.data.corpus import STDLIB, is_prepared, open_corpus, prepared
 
     try:
         if not is_prepared(name):
             present = ", ".join(prepared()) or "none"
             what = f"The corpus {name!r} is not on this machine (prepared: {present})."
-            if name in KNOWN:
+            if name == STDLIB:
                 return ok("corpus", f"{what} `archipelago prepare {name}` makes it.")
             return problem("corpus.missing", what, "Copy its folder from the machine that created the run.")
         found = open_corpus(name, verifies=True)

@@ -103,7 +103,7 @@ def test_a_name_belongs_to_one_text(tmp_path: Path) -> None:
 def test_an_unknown_name_or_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     preparation.prepare_text(write(tmp_path / "texts" / "text.txt"), "mine")
-    for name, said in (("theirs", "mine"), ("enwik8", "`archipelago prepare enwik8`"), ("texts", "prepare texts`")):
+    for name, said in (("theirs", "mine"), ("texts", "prepare texts`")):
         with failing(DataError, "data.missing") as caught:
             corpus.open_corpus(name)
         assert said in str(caught.value)

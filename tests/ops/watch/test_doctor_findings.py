@@ -196,4 +196,4 @@ def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> Non
     assert main.corpus(corpus.identity).code == "corpus.damaged"
     missing = main.corpus(Corpus("nowhere", "0" * 32, 7))
     assert (missing.code, "small-text" in missing.what) == ("corpus.missing", True)
-    assert main.corpus(Corpus("enwik8", "0" * 32, 7)).code == "corpus.ok"  # `prepare enwik8` makes this corpus.
+    assert main.corpus(Corpus("stdlib", "0" * 32, 7)).code == "corpus.ok"  # `prepare stdlib` makes this corpus.
