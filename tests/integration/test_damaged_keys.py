@@ -44,7 +44,7 @@ DIFFERENCES = replace(
 )
 TURNS_MAX = 200
 #: The rounds of one case, after which a checkpoint is taken, a key is damaged, and the case ends.
-CHECKPOINT, DAMAGED, ROUNDS = 2, 5, 12
+CHECKPOINT, DAMAGED, ROUNDS = 2, 4, 9
 #: The run takes a checkpoint only when the test asks for it.
 CHECKPOINT_SECONDS = 1e9
 #: Keys of a family. The newest one is damaged.
@@ -198,15 +198,16 @@ class DamagedRun(CreatedRun):
 
     def _act(self, number: int) -> None:
         """Let each island send a heartbeat, and its contribution to a round unless Redis holds it."""
+        unreadable = self._unreadable()
         for island in ISLANDS:
             with contextlib.suppress(BrokerError, WireError):  # the island tries again
-                self.transport.island.heartbeat(samples.heartbeat(island, unreadable=self._unreadable()))
+                self.transport.island.heartbeat(samples.heartbeat(island, unreadable=unreadable))
         for island in ISLANDS:
             with contextlib.suppress(BrokerError, WireError):
                 self._send(island, number)
 
     def _unreadable(self) -> str:
-        """Return what an island says that it cannot read, which a merger then writes again."""
+        """Return what islands say that they cannot read, which a merger then writes again."""
         out = []
         for p in range(2):
             try:
