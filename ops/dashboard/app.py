@@ -7,8 +7,10 @@ import ipaddress
 import json
 import platform
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -19,11 +21,12 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from archipelago.broker.control import CHECKPOINT, checked_changes
+from archipelago.broker.control import CHECKPOINT
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.page_data import FILES, PAGE, Boards, chart_library, to_json
 from archipelago.ops.watch.state_line import state_line
+from archipelago.ops.watch.steer import changes_of
 
 BODY_BYTES_MAX = 1 << 16
 HEADERS = {
@@ -134,8 +137,7 @@ class _Service:
                          **{"WWW-Authenticate": "Bearer"})  # fmt: skip
         try:
             watch = (await run_in_threadpool(self.boards.of, request.path_params["run"])).watch
-            wanted = _changes(await _body(request))
-            changes = checked_changes(watch.manifest.config, _stamped(wanted, watch.wall()))
+            changes = changes_of(watch.manifest.config, _words(await _body(request)), {}, watch.wall)
             if not changes:
                 return _answer(200, "The token is right.")
             await run_in_threadpool(watch.transport.reader.steer, changes)
@@ -164,22 +166,17 @@ async def _body(request: Request) -> bytes:
     return out
 
 
-def _changes(body: bytes) -> dict[str, str]:
-    """Parse `{"changes": {NAME: TEXT}}`. Raise ConfigError for anything else."""
+def _words(body: bytes) -> list[str]:
+    """Return `{"changes": {NAME: TEXT}}` as the words of `steer`. Raise ConfigError for anything else."""
     try:
         found = json.loads(body)["changes"]
         if all(isinstance(name, str) and isinstance(value, str) for name, value in found.items()):
-            return dict(found)
+            return [name if name == CHECKPOINT else f"{name}={value}" for name, value in found.items()]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     raise ConfigError(
         "the request cannot be read", 'Send {"changes": {"sync.quorum": "2"}} as JSON.', code="config.request"
     )
-
-
-def _stamped(changes: Mapping[str, str], unix_seconds: float) -> dict[str, str]:
-    """Return the changes with the time as the value of `checkpoint`, so that each request is a new one."""
-    return {name: f"{unix_seconds:.3f}" if name == CHECKPOINT else value for name, value in changes.items()}
 
 
 def _sentences(changes: Mapping[str, str]) -> str:
@@ -202,17 +199,10 @@ def own_names(host: str) -> frozenset[str]:
 
 def is_allowed(header: str, names: Collection[str]) -> bool:
     """Return whether the value of a Host header is an address or one of these names, with or without a port."""
-    name = header.strip().lower()
-    if name.startswith("["):
-        name = name[1:].partition("]")[0]
-    elif name.count(":") == 1:
-        name = name.partition(":")[0]
-    name = name.removesuffix(".")
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name in names
-    return True
+    with suppress(ValueError):  # It is neither a host and a port, nor an address.
+        name = (urlsplit(f"//{header.strip()}").hostname or "").removesuffix(".")
+        return name in names or bool(ipaddress.ip_address(name))
+    return False
 
 
 class HostCheck:

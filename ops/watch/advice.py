@@ -39,6 +39,13 @@ VERDICT_EVALUATIONS, LEVEL_SHARE = 4, 0.005
 _ORDER = ("bad", "warn", "info")
 
 
+#: The states of a run that follow from its problems. The first that it has counts.
+_STATES = {
+    "run.paused": "paused", "run.no-islands": "no islands", "shard.unreachable": "shard away",
+    "merger.missing": "no merger", "shard.no-merger": "no merger", "run.stalled": "stalled",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Problem:
     """Something that is wrong now.
@@ -60,6 +67,17 @@ class Problem:
     remedy: str
     seconds: float = 0.0
     names: tuple[str, ...] = ()
+
+
+def state_of(view: RunView, found: Sequence[Problem]) -> str:
+    """Return the state of the run in one or two words, by its problems; `training` if all is well."""
+    if not (view.unfinished or view.live):
+        return "finished"
+    if not (view.known or view.rounds or view.control.is_paused):
+        return "new"
+    codes = {problem.code for problem in found}
+    troubled = next((word for code, word in _STATES.items() if code in codes), "")
+    return troubled or ("training" if view.rounds else "starting")
 
 
 def grouped(found: Sequence[Problem]) -> list[Problem]:

@@ -24,7 +24,7 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import merged_tokens
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
-from archipelago.ops.watch.advice import Problem, problems
+from archipelago.ops.watch.advice import Problem, problems, state_of
 from archipelago.ops.watch.events import Event, events_of
 from archipelago.ops.watch.history import RECENT_ROUNDS, History, mean
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -258,6 +258,11 @@ class RunReading:
     unix_seconds: float
     problems: Sequence[Problem] = ()
     events: Sequence[Event] = ()
+
+    @property
+    def state(self) -> str:
+        """The state of the run in one or two words."""
+        return state_of(self.view, self.problems)
 
 
 @dataclass(frozen=True)

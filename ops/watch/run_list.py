@@ -24,6 +24,7 @@ from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.run_source import RUNS, address_of
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch import report as run_report
+from archipelago.ops.watch.advice import problems, state_of
 from archipelago.ops.watch.formatting import ago, new_table
 from archipelago.ops.watch.reading import observe
 
@@ -165,7 +166,7 @@ def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     view = observe(run, manifest, refusals=(), briefly=True)
     ages = [island.last_seen_seconds for island in view.islands] + [view.merger.still_seconds] * bool(view.rounds)
     return RunEntry(
-        run=manifest.run, where=where, state=view.state, model=manifest.config.model.size,
+        run=manifest.run, where=where, state=state_of(view, problems(view)), model=manifest.config.model.size,
         parameters=manifest.parameters, round=view.rounds, step=view.step, steps=view.steps, live=view.live,
         known=view.known, idle_seconds=max(0.0, min(ages)) if ages else math.nan,
     )  # fmt: skip

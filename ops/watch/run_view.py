@@ -197,24 +197,6 @@ class RunView:
         """Whether no merger serves a run that had one, or whose islands have sent contributions."""
         return not self.merger.holder and (self.merger.epoch > 0 or self.merger.still_seconds > 0.0)
 
-    @property
-    def state(self) -> str:
-        """The state of the run in one or two words; `training` if all is well."""
-        if not (self.unfinished or self.live):
-            return "finished"
-        if self.control.is_paused:
-            return "paused"
-        if not self.live:
-            return "no islands" if self.known or self.rounds else "new"
-        if self.unreachable:
-            return "shard away"
-        if self.unfinished:
-            if self.lacks_merger:
-                return "no merger"
-            if self.pending and self.merger.still_seconds > self.stall_seconds:
-                return "stalled"
-        return "training" if self.rounds else "starting"
-
 
 def evaluated(view: RunView, now: float) -> str:
     """Return when the held-out loss was measured and of which round, or how to get one, as a sentence."""

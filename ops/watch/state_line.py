@@ -78,11 +78,9 @@ def state_line(reading: RunReading | None, outage: Outage | None = None) -> Stat
     """
     if reading is None:
         return _away(outage) if outage else StateLine("reading", "idle")
-    view, word = reading.view, reading.view.state
+    view, word = reading.view, reading.state
     if outage and word != "finished":
         return replace(_away(outage), share=view.step / max(1, view.steps), since_unix_seconds=reading.unix_seconds)
-    if word == "training" and any(problem.code == "run.stalled" for problem in reading.problems):
-        word = "stalled"  # also if nothing waits to be merged
     seconds = math.nan
     if word == "training" and (speed := steps_per_second(view.tape)) > 0.0:
         seconds = max(0, view.steps - view.step) / speed
@@ -100,8 +98,8 @@ def _away(outage: Outage) -> StateLine:
 def _remark(reading: RunReading) -> tuple[str, str, str, str]:
     """Return sentence, remedy, urgency and `about`: of the worst problem, or a remark about a state without one."""
     found = [problem for problem in reading.problems if problem.mood != "info"]
-    if not found or reading.view.state == "finished":
-        sentence, remedy = _REMARKS.get(reading.view.state, ("", ""))
+    if not found or reading.state == "finished":
+        sentence, remedy = _REMARKS.get(reading.state, ("", ""))
         run = reading.view.run
         generate = "" if reading.view.manifest.config.has_user_loops else f", `archipelago generate {run}`"
         return sentence, remedy.format(run=run, generate=generate), "idle", ""

@@ -142,7 +142,7 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
             print_json({"error": outage.what if outage else ""})
         else:
             print_json(plain(reading) | {"state": state_line(reading)})
-        if reading and reading.view.state == "finished":
+        if reading and reading.state == "finished":
             return
 
 

@@ -227,7 +227,7 @@ def test_each_action_reaches_the_run_is_answered_and_can_be_removed(client: Test
         assert transport.reader.control() == {}
     steer(**{"checkpoint": "now", "sync.grace": "0"})
     steer()
-    assert transport.reader.control() == {"checkpoint": "1000.000", "sync.grace": "0.0"}
+    assert transport.reader.control() == {"checkpoint": "asked at 1000.000", "sync.grace": "0.0"}
 
 
 WRONG_CHANGES = (

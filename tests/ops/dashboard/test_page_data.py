@@ -18,8 +18,9 @@ from archipelago.broker.messages import Counters, Pending
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.app import _sentences, _stamped
+from archipelago.ops.dashboard.app import _sentences
 from archipelago.ops.dashboard.page_data import to_json
+from archipelago.ops.watch.advice import problems, state_of
 from archipelago.ops.watch.reading import observe, summarise
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import MOODS
@@ -32,6 +33,11 @@ def view(**changes: Any) -> RunView:
     return replace(summarise(MANIFEST, [], [], Counters(), Pending(0, 0)), **changes)
 
 
+def state_in(**changes: Any) -> str:
+    found = view(**changes)
+    return state_of(found, problems(found))
+
+
 def test_the_state_of_a_run() -> None:
     live = {"known": 2, "live": 2, "rounds": 3}
     waiting = live | {"pending": 1}
@@ -42,7 +48,7 @@ def test_the_state_of_a_run() -> None:
         ({"known": 2}, 0.0, "no islands"),
         ({"rounds": 3}, 0.0, "no islands"),
         ({"known": 2, "live": 2}, 0.0, "starting"),
-        (live, 1e6, "training"),  # No contribution waits.
+        (live, 61.0, "stalled"),  # also if no contribution waits
         (waiting, 59.0, "training"),  # `status` has the same limit.
         (waiting, 61.0, "stalled"),
         (waiting | paused, 61.0, "paused"),
@@ -54,9 +60,9 @@ def test_the_state_of_a_run() -> None:
         (live | {"step": 2000, "merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "training"),
     ):
         merger = changes.get("merger", MergerStatus("m", 1, 4.0, seconds))
-        assert view(**changes | {"merger": merger}).state == word, (changes, seconds)
+        assert state_in(**changes | {"merger": merger}) == word, (changes, seconds)
         assert word in MOODS
-    assert view(unreachable={1: "gone"}, **live).state == "shard away"
+    assert state_in(unreachable={0: "gone"}, shards=((0, 1),), **live) == "shard away"
 
 
 def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
@@ -65,7 +71,6 @@ def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
     said = _sentences({"merging": "", "island.b": "expel", "checkpoint": "1"})
     assert len(said.split(", ")) == 3, "words for each change"
     assert _sentences({})
-    assert _stamped({"checkpoint": "now", "merging": "paused"}, 12.5) == {"checkpoint": "12.500", "merging": "paused"}
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
