@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -122,12 +122,8 @@ def _server(address: str) -> str:
 def of_redis(url: str | None) -> list[RunEntry]:
     """Return the runs that this user may read at a Redis; without a URL, at $ARCHIPELAGO_URL. Raise BrokerError."""
     address = url or os.environ.get(URL_VARIABLE, "")
-    finder = connect_to(address, None if is_join_file(address) else "any")  # A join file names its run.
-    try:
-        names = finder.reader.runs()
-    finally:
-        finder.close()
-    return [_at(url, name, "redis") for name in names]
+    with closing(connect_to(address, None if is_join_file(address) else "any")) as finder:  # A join file names its run.
+        return [_at(url, name, "redis") for name in finder.reader.runs()]
 
 
 def of_folder(folder: Path) -> Iterator[RunEntry]:
@@ -151,11 +147,8 @@ def _traces(path: Path) -> list[Path]:
 
 def _at(url: str | None, run: str, where: str) -> RunEntry:
     try:
-        transport = connect_to(url, run)
-        try:
+        with closing(connect_to(url, run)) as transport:
             return entry_of(transport, where)
-        finally:
-            transport.close()
     except (BrokerError, ConfigError):
         return RunEntry(run, where, "unreadable", is_served=False)
 
@@ -176,29 +169,24 @@ def _stopped(path: Path) -> RunEntry:
     """Return a run from the files in its folder, as far as they can be read."""
     from archipelago.merger.storage import MergerFolder
 
-    numbers: list[int] = []
-    with suppress(ArchipelagoError):
-        numbers = MergerFolder(path / "merger").store.numbers()
     summary, times = run_report.read(path) or {}, []
-    for trace in _traces(path):
-        with suppress(OSError):
-            times.append(trace.stat().st_mtime)
-
-    def count(name: str) -> int:
-        found = summary.get(name)
-        return found if isinstance(found, int) else 0
-
-    entry = RunEntry(
-        path.name, str(path), "finished" if summary.get("finished") else "ended",
-        parameters=count("parameters"), round=count("rounds") or max(numbers, default=0), step=count("steps"),
-        steps=count("steps"), known=count("islands"), is_served=False,
-        idle_seconds=max(0.0, time.time() - max(times)) if times else math.nan,
-    )  # fmt: skip
+    figures = {name: found if isinstance(found, int) else 0 for name, found in summary.items()}
+    rounds, step, model, steps = figures.get("rounds", 0), figures.get("steps", 0), "", 0
+    with suppress(ArchipelagoError):
+        rounds = rounds or max(MergerFolder(path / "merger").store.numbers(), default=0)
     with suppress(ArchipelagoError):
         if (path / "config.toml").exists():
             config = run_config.from_toml(path / "config.toml")
-            entry = replace(entry, model=config.model.size, steps=max(entry.step, config.inner.steps))
-    return entry
+            model, steps = config.model.size, config.inner.steps
+    for trace in _traces(path):
+        with suppress(OSError):
+            times.append(trace.stat().st_mtime)
+    return RunEntry(
+        path.name, str(path), "finished" if figures.get("finished") else "ended", model=model,
+        parameters=figures.get("parameters", 0), round=rounds, step=step, steps=max(step, steps),
+        known=figures.get("islands", 0), idle_seconds=max(0.0, time.time() - max(times)) if times else math.nan,
+        is_served=False,
+    )  # fmt: skip
 
 
 def _table(entries: Iterable[RunEntry]) -> Table:

@@ -13,16 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.control import (
-    CHECKPOINT,
-    ISLAND,
-    MERGING,
-    PAUSED,
-    SETTINGS,
-    Control,
-    checked_changes,
-    own,
-)
+from archipelago.broker.control import CHECKPOINT, ISLAND, MERGING, PAUSED, SETTINGS, Control, checked_changes, own
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import print_json
@@ -54,21 +45,17 @@ class SteerOptions(RunSource):
 def main(options: SteerOptions) -> int:
     """Apply the changes, and show all of them."""
     options = _with_all_changes(options)
-    with options.open() as found:
-        return _steer(options, found.transport)
-
-
-def _steer(options: SteerOptions, connection: ReaderTransport) -> int:
-    manifest, transport = opened(connection)
-    config = manifest.config
-    if options.changes:
-        transport.reader.steer(changes_of(config, options.changes, transport.reader.control(), time.time))
-    found = observe(transport, config)
-    if options.json:
-        print_json(found)
-    else:
-        _warn(transport, options.changes)
-        Console(highlight=False).print(_table(found))
+    with options.open() as source:
+        manifest, transport = opened(source.transport)
+        if options.changes:
+            changes = changes_of(manifest.config, options.changes, transport.reader.control(), time.time)
+            transport.reader.steer(changes)
+        found = observe(transport, manifest.config)
+        if options.json:
+            print_json(found)
+        else:
+            _warn(transport, options.changes)
+            Console(highlight=False).print(_table(found))
     return 0
 
 
