@@ -7,62 +7,20 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from archipelago.broker.control import Control
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Counters, Pending
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.app import _sentences
 from archipelago.ops.dashboard.page_data import to_json
-from archipelago.ops.watch.advice import problems, state_of
-from archipelago.ops.watch.reading import observe, summarise
-from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.state_line import MOODS
+from archipelago.ops.watch.reading import observe
 from tests import samples
 
 MANIFEST = samples.manifest()
-
-
-def view(**changes: Any) -> RunView:
-    return replace(summarise(MANIFEST, [], [], Counters(), Pending(0, 0)), **changes)
-
-
-def state_in(**changes: Any) -> str:
-    found = view(**changes)
-    return state_of(found, problems(found))
-
-
-def test_the_state_of_a_run() -> None:
-    live = {"known": 2, "live": 2, "rounds": 3}
-    waiting = live | {"pending": 1}
-    ended = {"known": 2, "rounds": 3, "step": 2000}
-    paused = {"control": Control(is_paused=True)}
-    for changes, seconds, word in (
-        ({}, 0.0, "new"),
-        ({"known": 2}, 0.0, "no islands"),
-        ({"rounds": 3}, 0.0, "no islands"),
-        ({"known": 2, "live": 2}, 0.0, "starting"),
-        (live, 61.0, "stalled"),  # also if no contribution waits
-        (waiting, 59.0, "training"),  # `status` has the same limit.
-        (waiting, 61.0, "stalled"),
-        (waiting | paused, 61.0, "paused"),
-        (ended, 0.0, "finished"),
-        (ended | paused, 0.0, "finished"),
-        (live | {"merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "no merger"),
-        (live | {"merger": MergerStatus()}, 0.0, "training"),  # This broker does not know its merger.
-        # The islands of a run that has ended are about to leave.
-        (live | {"step": 2000, "merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "training"),
-    ):
-        merger = changes.get("merger", MergerStatus("m", 1, 4.0, seconds))
-        assert state_in(**changes | {"merger": merger}) == word, (changes, seconds)
-        assert word in MOODS
-    assert state_in(unreachable={0: "gone"}, shards=((0, 1),), **live) == "shard away"
 
 
 def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:

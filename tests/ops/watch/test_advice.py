@@ -1,4 +1,4 @@
-"""Problems and remedies: each problem is found when it is there and only then, and each event has a remedy."""
+"""What is said of a run: each problem when it is there and only then, its state and line, events, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from archipelago.broker.control import Control
-from archipelago.broker.messages import Counters, Note, Pending, Refusal, TapeEntry
+from archipelago.broker.messages import Counters, Evaluation, Note, Pending, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
-from archipelago.ops.watch.advice import Problem, problems, rising
+from archipelago.ops.watch.advice import Problem, grouped, problems, rising, state_of, verdict
 from archipelago.ops.watch.events import events_of
-from archipelago.ops.watch.reading import summarise
+from archipelago.ops.watch.reading import Outage, RunReading, summarise
 from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.state_line import MOODS, state_line, steps_per_second
 from tests import samples
 
 NOW = 1.8e9
@@ -195,3 +198,141 @@ def test_events_about_which_something_has_to_be_done_have_a_remedy_and_repeated_
         (21.0, "merger", "refused", 1, False),
     ]  # fmt: skip
     assert found[1].remedy != found[4].remedy
+
+
+# -- the state, and the line -------------------------------------------------------------------------------------------
+
+
+NOTHING = summarise(MANIFEST, [], [], Counters(), Pending(0, 0))
+
+
+def test_the_state_of_a_run() -> None:
+    live = {"known": 2, "live": 2, "rounds": 3}
+    waiting = live | {"pending": 1}
+    ended = {"known": 2, "rounds": 3, "step": 2000}
+    paused = {"control": Control(is_paused=True)}
+    for changes, seconds, word in (
+        ({}, 0.0, "new"),
+        ({"known": 2}, 0.0, "no islands"),
+        ({"rounds": 3}, 0.0, "no islands"),
+        ({"known": 2, "live": 2}, 0.0, "starting"),
+        (live, 61.0, "stalled"),  # also if no contribution waits
+        (waiting, 59.0, "training"),  # `status` has the same limit.
+        (waiting, 61.0, "stalled"),
+        (waiting | paused, 61.0, "paused"),
+        (ended, 0.0, "finished"),
+        (ended | paused, 0.0, "finished"),
+        (live | {"merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "no merger"),
+        (live | {"merger": MergerStatus()}, 0.0, "training"),  # This broker does not know its merger.
+        # The islands of a run that has ended are about to leave.
+        (live | {"step": 2000, "merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "training"),
+    ):
+        merger = changes.get("merger", MergerStatus("m", 1, 4.0, seconds))
+        found = replace(NOTHING, **changes | {"merger": merger})
+        assert state_of(found, problems(found)) == word, (changes, seconds)
+        assert word in MOODS
+    away = replace(NOTHING, unreachable={0: "gone"}, shards=((0, 1),), **live)
+    assert state_of(away, problems(away)) == "shard away"
+
+
+HANGS = Outage(NOW + 5, "Redis does not answer", "The display continues by itself.")
+
+
+PACED = [replace(ROUND, round=n, step=10 * n, unix_seconds=NOW - 40 + 4.0 * n) for n in range(1, 9)]
+
+
+def reading(still_seconds: float = 0.5, holder: str = "m", **changes: Any) -> RunReading:
+    found = summarise(MANIFEST, PACED, [beat("oslo")], Counters(), Pending(1, 1))
+    found = replace(found, **{"merger": status(holder=holder, still_seconds=still_seconds), **changes})
+    return RunReading(found, NOW, problems(found, NOW))
+
+
+def test_a_run_that_trains_has_an_estimate_and_no_old_figures() -> None:
+    state = state_line(reading())
+    assert (state.word, state.mood) == ("training", "good")
+    assert state.share == pytest.approx(80 / 2000)
+    assert state.seconds_left == pytest.approx((2000 - 80) / 2.5)
+    assert math.isnan(state.since_unix_seconds)
+    assert state.text == "training · 4% · about 13 min left"
+
+
+@pytest.mark.parametrize(
+    ("word", "still", "holder", "outage", "since"),
+    [
+        ("no answer", 0.5, "m", HANGS, NOW),
+        ("no merger", 7.0, "", None, NOW - 7.0),
+        ("stalled", 90.0, "m", None, NOW - 90.0),
+    ],
+)
+def test_a_run_that_stands_still_is_stalled_and_its_figures_have_a_time(
+    word: str, still: float, holder: str, outage: Outage | None, since: float
+) -> None:
+    state = state_line(reading(still, holder), outage)
+    assert (state.word, state.mood, state.left, state.urgency) == (word, "warn", "stalled", "bad")
+    assert math.isnan(state.seconds_left)
+    assert state.since_unix_seconds == since
+    assert state.sentence and state.remedy and state.about
+    assert state_line(reading(still, holder, pending=0), outage).word == word, "also if nothing waits"
+
+
+def test_a_finished_run_stays_finished_without_its_redis() -> None:
+    ended = reading(step=2000, live=0, pending=0)
+    for outage in (None, HANGS):
+        state = state_line(ended, outage)
+        assert (state.word, state.mood, state.share, state.left, state.urgency) == ("finished", "idle", 1.0, "", "idle")
+        for verb in ("report", "export", "generate"):
+            assert f"`archipelago {verb} sample" in state.remedy
+
+
+def test_before_the_first_reading() -> None:
+    assert state_line(None).word == "reading"
+    assert state_line(None, HANGS).word == "no answer"
+
+
+def test_the_speed_of_a_run_leaves_out_a_night_without_rounds() -> None:
+    assert math.isnan(steps_per_second([ROUND, ROUND])), "this tape has no times"
+    assert steps_per_second(PACED) == pytest.approx(2.5)
+    assert math.isnan(steps_per_second(PACED[:1]))
+    times = [10.0 * n + (36_000.0 if n > 4 else 0.0) for n in range(8)]
+    tape = [replace(ROUND, step=8 * n, unix_seconds=1e9 + at) for n, at in enumerate(times)]
+    assert steps_per_second(tape) == pytest.approx(0.8)
+    assert steps_per_second(tape[:6]) == pytest.approx(0.8), "the rounds before the night count"
+
+
+# -- whether it learns, and problems of many islands -----------------------------------------------------------
+
+
+def evaluated(losses: Sequence[float], training: float = 2.0) -> RunView:
+    seen = [Evaluation(n, n, n, 1.7e9 + n, loss) for n, loss in enumerate(losses, 1)]
+    tape = [replace(ROUND, loss=training)]
+    return summarise(MANIFEST, tape, [], Counters(), Pending(0, 0), seen)
+
+
+@pytest.mark.parametrize(
+    ("losses", "begin"),
+    [
+        ([5.0, 4.0], "Best held-out loss so far: 4.0000, after round 2."),
+        ([5.0, 4.0, 3.0, 2.0], "It learns: the held-out loss is at its best, 2.0000, after round 4."),
+        ([5.0, 4.0, 3.0, 3.01], "It is level"),
+        ([5.0, 2.0, 2.001, 2.002, 2.003, 2.004], "It is level"),
+        ([5.0, 2.0, 3.0, 3.0, 3.0, 4.0], "It does not learn any more: the best held-out loss was 2.0000"),
+        ([], "Nothing was evaluated yet."),
+    ],
+)
+def test_the_verdict_names_the_best_when_it_was_and_the_trend(losses: Sequence[float], begin: str) -> None:
+    assert verdict(evaluated(losses)).startswith(begin)
+
+
+def test_a_run_of_scripts_without_losses_says_so() -> None:
+    assert "no losses" in verdict(evaluated([], training=math.nan))
+    assert verdict(replace(evaluated([]), tape=())) == ""
+
+
+def test_a_problem_of_many_islands_is_shown_once_with_their_names_and_the_whole_command() -> None:
+    silent = [beat(f"i{n}", 20.0 + n) for n in range(5)]
+    found = problems(view(*silent, address="runs/sample/admin.join"))
+    (problem,) = [each for each in grouped(found) if each.code == "island.silent"]
+    assert (problem.who, problem.names, problem.seconds) == ("5 islands", ("i0", "i1", "i2", "i3", "i4"), 24.0)
+    assert "`archipelago island runs/sample/admin.join --run sample --name NAME`" in problem.remedy
+    few = [Problem("island.link", "warn", name, "x", "y") for name in ("a", "b")]
+    assert grouped(few) == few
