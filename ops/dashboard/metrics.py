@@ -32,7 +32,7 @@ RUN = {
     "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
     "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
     "archipelago_run_counters_balanced": ("balanced", "1 if published = merged + refused + pending, by count, else 0."),
-    "archipelago_run_unreadable_records": ("unreadable_records", "Records that cannot be read and are skipped."),
+    "archipelago_run_unreadable_records": ("unreadable", "Records that cannot be read and are skipped."),
     "archipelago_run_unfinished": ("unfinished", "1 while the run has steps to make, else 0."),
     "archipelago_run_memory_used_bytes": ("memory_bytes", "Memory that Redis uses."),
     "archipelago_run_memory_limit_bytes": ("memory_limit_bytes", "Redis's maxmemory; 0 if it has none."),
@@ -45,8 +45,6 @@ RUN = {
     "archipelago_run_merged_tokens_total": ("tokens_merged", "Tokens merged into every fragment."),
     "archipelago_run_trained_tokens_total": ("tokens_trained", "Tokens trained by all islands, merged or not."),
     "archipelago_run_lost_tokens": ("tokens_lost", "Trained tokens that were never merged."),
-    "archipelago_run_sent_bytes_total": ("bytes_up", "Payload bytes from the islands."),
-    "archipelago_run_received_bytes_total": ("bytes_down", "Payload bytes to the islands."),
 }
 
 #: Maps a metric's name to the attribute of `Counters` and its documentation. The label is `run`.
@@ -54,6 +52,8 @@ COUNTERS = {
     "archipelago_run_published_contributions_total": ("published", "Contributions published."),
     "archipelago_run_merged_contributions_total": ("merged", "Contributions merged."),
     "archipelago_run_refused_contributions_total": ("refused", "Contributions refused."),
+    "archipelago_run_sent_bytes_total": ("bytes_up", "Payload bytes from the islands."),
+    "archipelago_run_received_bytes_total": ("bytes_down", "Payload bytes to the islands."),
 }
 
 #: Maps a metric's name to the attribute of `MergeLoad` and its documentation: that of the busiest shard.
@@ -106,6 +106,7 @@ class RunCollector:
         for table, source in ((RUN, view), (COUNTERS, view.counters), (LOAD, load)):
             for name, (attribute, documentation) in table.items():
                 value = math.nan if source is None else getattr(source, attribute)
+                value = len(value) if isinstance(value, tuple) else value
                 yield family(name, documentation, labels, [(labels, value)])
         codes = [(labels | {"code": code}, count) for code, count in sorted(view.refused_by_code.items())]
         yield family(

@@ -19,6 +19,8 @@ from archipelago.ops.watch.events import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 Mood = Literal["bad", "warn", "info"]
+#: A run has stalled when it closed no round for this long and for this number of strides of the fastest live island.
+STALL_SECONDS, STALL_STRIDES = 60.0, 3.0
 #: An island that has been silent for longer than this is gone. Its row still says so.
 SILENT_SHOWN_SECONDS = 3600.0
 #: A refusal is a present problem for this long.
@@ -129,6 +131,7 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
     found = [
         *unreachable,
         *_run_problems(view),
+        *_merger_problems(view),
         *few,
         *_memory_problems(view),
         *_loss_problems(view.tape),
@@ -148,7 +151,6 @@ def _start_command(view: RunView) -> str:
 
 
 def _run_problems(view: RunView) -> Iterator[Problem]:
-    status, command = view.merger, f"--run {view.run}"
     start = _start_command(view)
     another = f"Start one with `{start}`" if start else "Start one of its training scripts"
     if not view.live:
@@ -163,27 +165,6 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
             "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
             "Resume it under Steer, or with `archipelago steer URL merging=`.",
         )  # fmt: skip
-    stalls = status.still_seconds > view.stall_seconds
-    if view.lacks_merger and status.holders:
-        yield _shards_without_merger(view)
-    elif view.lacks_merger or view.refused:
-        yield Problem(
-            "merger.missing", "bad", "merger", "No merger serves the run.",
-            view.refused or f"Start one with `archipelago merger URL {command}`. It goes on where the last one "
-            "stopped. Until then islands train on, and their work waits for one.", status.still_seconds,
-        )  # fmt: skip
-    elif stalls and not view.control.is_paused:
-        where = f" in {numbered('shard', shards)}" if (shards := view.stalled_shards) else ""
-        yield Problem(
-            "run.stalled", "bad", "merger",
-            f"Nothing was merged{where} for {status.still_seconds:,.0f} s.",
-            "Look at the merger's log. If it hangs, stop it: a standby or a new one takes over without a loss."
-            if view.live else "Start an island.", status.still_seconds,
-        )  # fmt: skip
-    is_merging = view.live and not stalls and not view.control.is_paused and not view.lacks_merger
-    for where, load in merge_loads(view):
-        if load.is_slow and is_merging:
-            yield Problem("merger.slow", "warn", "merger", f"{where}{load.describe()}", load.remedy)
     for name, why in view.control.faults.items():
         yield Problem(
             "steer.ignored", "warn", "run", f"The request {name} is ignored: {why}.",
@@ -196,6 +177,35 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
             "Something else writes to these keys, or another version of the program does. `archipelago doctor URL` "
             "looks at the server.",
         )  # fmt: skip
+
+
+def _merger_problems(view: RunView) -> Iterator[Problem]:
+    status = view.merger
+    steps = [island.step_seconds for island in view.islands if island.live and island.step_seconds > 0]
+    stride_seconds = min(steps, default=0.0) * view.interval / max(1, view.fragments)
+    longest = max(STALL_SECONDS, STALL_STRIDES * stride_seconds)
+    stalls = status.still_seconds > longest
+    if view.lacks_merger and status.holders:
+        yield _shards_without_merger(view)
+    elif view.lacks_merger or view.refused:
+        yield Problem(
+            "merger.missing", "bad", "merger", "No merger serves the run.",
+            view.refused or f"Start one with `archipelago merger URL --run {view.run}`. It goes on where the last one "
+            "stopped. Until then islands train on, and their work waits for one.", status.still_seconds,
+        )  # fmt: skip
+    elif stalls and not view.control.is_paused:
+        stalled = [shard for shard, each in enumerate(status.shards) if each.still_seconds > longest]
+        where = f" in {numbered('shard', stalled)}" if len(stalled) < len(status.shards) else ""
+        yield Problem(
+            "run.stalled", "bad", "merger",
+            f"Nothing was merged{where} for {status.still_seconds:,.0f} s.",
+            "Look at the merger's log. If it hangs, stop it: a standby or a new one takes over without a loss."
+            if view.live else "Start an island.", status.still_seconds,
+        )  # fmt: skip
+    is_merging = view.live and not stalls and not view.control.is_paused and not view.lacks_merger
+    for where, load in merge_loads(view):
+        if load.is_slow and is_merging:
+            yield Problem("merger.slow", "warn", "merger", f"{where}{load.describe()}", load.remedy)
 
 
 def merge_loads(view: RunView) -> Iterator[tuple[str, MergeLoad]]:

@@ -125,7 +125,6 @@ def summarise(
     settled = {island: tokens // fragments for island, tokens in merged.items()}
     islands = tuple(_island(each, shares, member_of, settled, unit) for each in presences)
     live = [island for island in islands if island.live]
-    newest = evaluations[-1] if evaluations else None
     read = sum(number for number, _ in (cursors or {}).values())
     step = max((entry.step for entry in last), default=0)
     return RunView(
@@ -145,10 +144,7 @@ def summarise(
         unit=unit.name,
         loss=unit.from_nats(mean([e.loss for e in tape[-fragments:]])),
         held_out_first=unit.from_evaluation(evaluations[0].bits_per_byte) if evaluations else math.nan,
-        held_out_last=unit.from_evaluation(newest.bits_per_byte) if newest else math.nan,
-        evaluated_round=newest.round if newest else 0,
-        evaluated_unix_seconds=newest.unix_seconds if newest else 0.0,
-        evaluated_by=newest.by if newest else "",
+        held_out_last=unit.from_evaluation(evaluations[-1].bits_per_byte) if evaluations else math.nan,
         frozen_parameters=manifest.frozen_parameters,
         task=manifest.task,
         passes=math.nan if manifest.config.has_user_loops else read / manifest.config.data.shards,
@@ -160,8 +156,6 @@ def summarise(
         memory_limit_bytes=memory.limit if memory else 0,
         shards=layout.fragments if manifest.shards > 1 else (),
         unreachable=away,
-        bytes_up=counters.bytes_up,
-        bytes_down=counters.bytes_down,
         islands=islands,
         interval=manifest.config.sync.interval,
         control=Control.of(control or {}),

@@ -33,7 +33,7 @@ Curve = Sequence[tuple[int, float]]
 _OF_VIEW = (
     "run", "unit", "parameters", "frozen_parameters", "fragments", "rounds", "held_out_first", "held_out_last",
     "pending", "tokens_trained", "tokens_merged", "tokens_refused", "tokens_pending", "tokens_unsent", "tokens_lost",
-    "passes", "bytes_up", "bytes_down", "syncs",
+    "passes", "syncs",
 )  # fmt: skip
 #: The figures are those of docs/results/learning.md, which were measured on models of up to 1 M parameters.
 _GAPS = (
@@ -148,6 +148,8 @@ def summary(
         "contributions": view.counters.published,
         "merged": view.counters.merged,
         "refused": view.counters.refused,
+        "bytes_up": view.counters.bytes_up,
+        "bytes_down": view.counters.bytes_down,
         "counters_balance": view.balanced,
         "tokens_per_second": tokens_per_second,
         "seconds": seconds,

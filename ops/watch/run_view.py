@@ -15,10 +15,6 @@ from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.broker.transport import MergerStatus, Standby
 from archipelago.ops.watch.formatting import ago
 
-#: A run has stalled when it closed no round for this long and for this number of strides.
-STALL_SECONDS = 60.0
-STALL_STRIDES = 3.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class IslandView(Heartbeat):
@@ -59,9 +55,6 @@ class RunView:
         held_out_first: The loss on held-out text at the first evaluation.
         interval: H, the inner steps between two contributions to the same fragment.
         tokens_merged: This and the following are the run's accounts of tokens (`_token_accounts`).
-        evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first.
-        evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
-        evaluated_by: The island that did; empty if `up` measured the end of the run.
         task: The name of the users' task that it trains; empty for other runs.
         passes: Mean number of times that a range of the run's corpus was read, counting merged work only. It is NaN if
             the islands are training scripts of their users.
@@ -109,13 +102,8 @@ class RunView:
     balanced: bool
     memory_bytes: int
     memory_limit_bytes: int
-    bytes_up: int
-    bytes_down: int
     islands: tuple[IslandView, ...]
     unreadable: tuple[str, ...] = ()
-    evaluated_round: int = 0
-    evaluated_unix_seconds: float = 0.0
-    evaluated_by: str = ""
     frozen_parameters: int = 0
     task: str = ""
     shards: tuple[tuple[int, ...], ...] = ()
@@ -147,11 +135,6 @@ class RunView:
         return math.isnan(self.passes) and not self.task
 
     @property
-    def unreadable_records(self) -> int:
-        """The number of records that could not be read."""
-        return len(self.unreadable)
-
-    @property
     def unfinished(self) -> bool:
         """Whether the run has steps to make."""
         return self.step < self.steps
@@ -169,24 +152,6 @@ class RunView:
         return few_syncs(self.steps / self.interval, "will have")
 
     @property
-    def stride_seconds(self) -> float:
-        """Seconds between two contributions of the fastest live island."""
-        steps = [island.step_seconds for island in self.islands if island.live and island.step_seconds > 0]
-        return min(steps, default=0.0) * self.interval / max(1, self.fragments)
-
-    @property
-    def stall_seconds(self) -> float:
-        """The seconds without a closed round after which the run counts as stalled."""
-        return max(STALL_SECONDS, STALL_STRIDES * self.stride_seconds)
-
-    @property
-    def stalled_shards(self) -> list[int]:
-        """The shards in which no round has closed for that long, if others do; none for one shard."""
-        shards = self.merger.shards
-        found = [shard for shard, each in enumerate(shards) if each.still_seconds > self.stall_seconds]
-        return found if len(found) < len(shards) else []
-
-    @property
     def round_seconds(self) -> float:
         """Seconds since the newest round of any shard closed; NaN before the first."""
         known = [each.still_seconds for each in self.merger.shards or (self.merger,) if not each.is_away]
@@ -200,16 +165,17 @@ class RunView:
 
 def evaluated(view: RunView, now: float) -> str:
     """Return when the held-out loss was measured and of which round, or how to get one, as a sentence."""
-    if not view.evaluated_unix_seconds:
+    newest = view.evaluations[-1] if view.evaluations else None
+    if newest is None or not newest.unix_seconds:
         if view.has_scripts:
             return "no held-out loss: give `join` an `evaluate`, or call `run.report(held_out=…)`"
         if_any = ", if the task has an `evaluate`" if view.task else ""
         return f"no held-out loss yet: one island evaluates as soon as it trains{if_any}"
-    by = f" by {view.evaluated_by}" if view.evaluated_by else ""
-    behind = view.rounds - view.evaluated_round
+    by = f" by {newest.by}" if newest.by else ""
+    behind = view.rounds - newest.round
     rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
-    age = ago(max(0.0, now - view.evaluated_unix_seconds))
-    return f"held-out loss of round {view.evaluated_round:,} ({rounds}), evaluated {age} ago{by}"
+    age = ago(max(0.0, now - newest.unix_seconds))
+    return f"held-out loss of round {newest.round:,} ({rounds}), evaluated {age} ago{by}"
 
 
 def merger_in_words(view: RunView) -> str:

@@ -204,7 +204,7 @@ def line(reading: RunReading | None, outage: Outage | None = None) -> str:
     if reading is None or outage:
         return state
     view = reading.view
-    held_out = f"held-out {number(view.held_out_last)}, " if view.evaluated_unix_seconds else ""
+    held_out = f"held-out {number(view.held_out_last)}, " if view.evaluations else ""
     joining = sum(island.live and island.state == "joining" for island in view.islands)
     loading = f", {joining} loading and compiling" if joining else ""
     return (
@@ -255,7 +255,9 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
         )
     limit = view.memory_limit_bytes
     of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
-    traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
+    traffic = (
+        f"up {size(counters.bytes_up)}, down {size(counters.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
+    )
     grid.add_row("bytes", traffic)
     is_served = view.merger.holder or not view.unfinished
     grid.add_row("merger", Text(printable(merger_in_words(view)), style="" if is_served else "yellow"))

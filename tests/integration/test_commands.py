@@ -88,8 +88,8 @@ def test_the_single_commands_make_a_run_that_survives_an_outage(
     require_log(processes.said(oslo), "oslo", "oslo")
     assert seen_island(view(url, RUN), "oslo").state == "left"
     rounds = view(url, RUN).rounds
-    until(lambda: view(url, RUN).evaluated_round > rounds, "the other one to evaluate the published parameters")
-    assert view(url, RUN).evaluated_by != "oslo"
+    until(lambda: view(url, RUN).evaluations[-1].round > rounds, "the other one to evaluate the published parameters")
+    assert view(url, RUN).evaluations[-1].by != "oslo"
     assert any(member.island == "oslo" for entry in transport.reader.tape(100_000) for member in entry.members)
     transport.close()
 

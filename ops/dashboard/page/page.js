@@ -127,7 +127,7 @@ function write() {
   put("run", run.run);
   $("run").title = run.run;
   put("sizes", run.size);
-  put("traffic", `Payloads: ${size(run.bytes_up)} from the islands, ${size(run.bytes_down)} to them.`);
+  put("traffic", `Payloads: ${size(run.counters.bytes_up)} from the islands, ${size(run.counters.bytes_down)} to them.`);
   writeTiles(run);
   writeCounters(run);
   writeIslands(page.islands);

@@ -207,7 +207,7 @@ NOTHING = summarise(MANIFEST, [], [], Counters(), Pending(0, 0))
 
 
 def test_the_state_of_a_run() -> None:
-    live = {"known": 2, "live": 2, "rounds": 3}
+    live: dict[str, Any] = {"known": 2, "live": 2, "rounds": 3}
     waiting = live | {"pending": 1}
     ended = {"known": 2, "rounds": 3, "step": 2000}
     paused = {"control": Control(is_paused=True)}
