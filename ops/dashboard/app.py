@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from archipelago.broker.control import CHECKPOINT
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, UnknownRunError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.page_data import FILES, PAGE, Boards, chart_library, to_json
 from archipelago.ops.watch.state_line import state_line
@@ -61,8 +61,8 @@ def application(boards: Boards, token: str, names: Collection[str] = ("localhost
         Route("/api/runs/{run}/view", service.view),
         Route("/api/runs/{run}/steer", service.steer, methods=["POST"]),
     ]
-    named = Middleware(HostCheck, names=names)
-    return Starlette(routes=routes, middleware=[named, Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)])
+    layers = [Middleware(HostCheck, names=names), Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)]
+    return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(_STATUS, _refusal))
 
 
 def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:
@@ -70,6 +70,14 @@ def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:
         return FileResponse(path, headers=headers)
 
     return answer
+
+
+#: The status of an answer to a request that ends with an error. The browser may close a connection in its middle.
+_STATUS = {ConfigError: 400, ClientDisconnect: 400, UnknownRunError: 404, ArchipelagoError: 503}
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    return _answer(next(_STATUS[kind] for kind in type(error).mro() if kind in _STATUS), str(error))
 
 
 def _answer(status: int, text: str, **more: str) -> Response:
@@ -103,10 +111,7 @@ class _Service:
 
     async def runs(self, request: Request) -> Response:
         """Answer with all runs."""
-        try:
-            found = await run_in_threadpool(self.boards.listed)
-        except ArchipelagoError as error:
-            return _answer(503, str(error))
+        found = await run_in_threadpool(self.boards.listed)
         return Response(to_json(found), media_type="application/json", headers=FRESH)
 
     async def view(self, request: Request) -> Response:
@@ -114,10 +119,7 @@ class _Service:
 
         The charts are left out if the request has their number (`?charts=N`), so that they are not sent every second.
         """
-        try:
-            board = await run_in_threadpool(self.boards.of, request.path_params["run"])
-        except ArchipelagoError as error:
-            return _answer(404, str(error))
+        board = await run_in_threadpool(self.boards.of, request.path_params["run"])
         number, watch = board.charts_number, board.watch
         parts = {
             "state": to_json(state_line(watch.latest, watch.outage())),
@@ -135,18 +137,11 @@ class _Service:
         if not self._is_authorised(request):
             return _answer(401, "The token is missing or wrong; it was printed when the dashboard started.",
                          **{"WWW-Authenticate": "Bearer"})  # fmt: skip
-        try:
-            watch = (await run_in_threadpool(self.boards.of, request.path_params["run"])).watch
-            changes = changes_of(watch.manifest.config, _words(await _body(request)), {}, watch.wall)
-            if not changes:
-                return _answer(200, "The token is right.")
-            await run_in_threadpool(watch.transport.reader.steer, changes)
-        except ConfigError as error:
-            return _answer(400, str(error))
-        except ArchipelagoError as error:
-            return _answer(503, str(error))
-        except ClientDisconnect:  # The browser closed the connection.
-            return _answer(400, "The request was cut off.")
+        watch = (await run_in_threadpool(self.boards.of, request.path_params["run"])).watch
+        changes = changes_of(watch.manifest.config, _words(await _body(request)), {}, watch.wall)
+        if not changes:
+            return _answer(200, "The token is right.")
+        await run_in_threadpool(watch.transport.reader.steer, changes)
         return _answer(200, _sentences(changes))
 
     def _is_authorised(self, request: Request) -> bool:
@@ -185,7 +180,7 @@ def _sentences(changes: Mapping[str, str]) -> str:
         "a checkpoint is taken" if name == CHECKPOINT else f"{name} = {value}" if value else f"{name} is removed"
         for name, value in changes.items()
     ]
-    return f"Done: {', '.join(words)}." if words else "No change was requested."
+    return f"Done: {', '.join(words)}."
 
 
 # -- the host names under which the dashboard answers -----------------------------------------------------------------

@@ -84,10 +84,7 @@ RUN_ISLAND = {
     "archipelago_run_island_host_memory_bytes": ("host_memory_bytes", "Memory in use on its host; 0 if unknown."),
     "archipelago_run_island_device_memory_bytes": ("device_memory_bytes", "Memory in use on its devices, or 0."),
     "archipelago_run_island_refused_contributions_total": ("refused", "Contributions that were refused."),
-    "archipelago_run_island_ignored_events_total": (
-        "ignored",
-        "Announcements that no merger can have sent.",
-    ),
+    "archipelago_run_island_ignored_events_total": ("ignored", "Announcements that no merger can have sent."),
     "archipelago_run_island_sent_bytes_total": ("bytes_up", "Payload bytes sent."),
     "archipelago_run_island_received_bytes_total": ("bytes_down", "Payload bytes received."),
 }
@@ -109,9 +106,7 @@ class RunCollector:
                 value = len(value) if isinstance(value, tuple) else value
                 yield family(name, documentation, labels, [(labels, value)])
         codes = [(labels | {"code": code}, count) for code, count in sorted(view.refused_by_code.items())]
-        yield family(
-            "archipelago_run_refusals_by_code_total", "Contributions refused, by code.", [*labels, "code"], codes
-        )
+        yield family(REFUSALS, "Contributions refused, by code.", [*labels, "code"], codes)
         for name, (attribute, documentation) in RUN_ISLAND.items():
             samples = [(labels | {"island": island.name}, getattr(island, attribute)) for island in view.islands]
             yield family(name, documentation, [*labels, "island"], samples)

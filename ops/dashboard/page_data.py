@@ -21,7 +21,7 @@ from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.process import finite
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
-from archipelago.ops.watch.history import POINTS_DRAWN, History, thinned
+from archipelago.ops.watch.history import ROWS_KEPT, History, thinned
 from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import describe_control, evaluated, merger_in_words
 from archipelago.ops.watch.state_line import MOODS
@@ -106,7 +106,7 @@ def settings(manifest: Manifest) -> dict[str, str]:
 def charts_of(reading: RunReading, history: History) -> dict[str, Any]:
     """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
     unit, lines, islands = loss_unit(reading.view.manifest.corpus), history.lines(), history.losses()
-    evaluations = thinned(reading.view.evaluations, POINTS_DRAWN, itemgetter(-1))  # a mean would belong to no model
+    evaluations = thinned(reading.view.evaluations, ROWS_KEPT, itemgetter(-1))  # a mean would belong to no model
     for columns_of in islands.values():
         columns_of["loss"] = [unit.from_nats(value) for value in columns_of["loss"]]
     return {

@@ -18,15 +18,14 @@ from archipelago.broker.shards.layout import Layout
 
 #: The newest rounds, which say who participates.
 RECENT_ROUNDS = 48
-#: The most rows of a trail. If there are more, neighbouring rows are joined.
-ROWS_KEPT = 4096
-#: Points of each line: about one for every two pixels.
-POINTS_DRAWN = 360
+#: The most rows of a trail. If there are more, neighbouring rows are joined. A chart draws one for every pixel or two.
+ROWS_KEPT = 720
 #: The number of newest rounds whose times are drawn one by one, and whose staleness is counted.
 DETAIL_ROUNDS = 96
 MARKS_KEPT = 100
-#: Islands whose own losses are kept, and rows and drawn points of each.
-ISLANDS_KEPT, ISLAND_ROWS, ISLAND_POINTS = 64, 512, 120
+#: Islands whose own losses are kept, and rows of each.
+ISLANDS_KEPT, ISLAND_ROWS = 64, 240
+
 
 Row = TypeVar("Row")
 
@@ -209,13 +208,11 @@ class History:
 
     def losses(self) -> dict[str, dict[str, list[float]]]:
         """Return columns of each island's own loss in nats per token, by the island's name."""
-        return {
-            name: columns(thinned(trail.rows, ISLAND_POINTS), IslandRow) for name, trail in sorted(self._losses.items())
-        }
+        return {name: columns(trail.rows, IslandRow) for name, trail in sorted(self._losses.items())}
 
     def lines(self) -> dict[str, list[float]]:
-        """Return columns over rounds, thinned to at most POINTS_DRAWN."""
-        return columns(thinned(self._trail.rows, POINTS_DRAWN), RoundRow)
+        """Return columns over rounds."""
+        return columns(self._trail.rows, RoundRow)
 
     def details(self) -> dict[str, list[Any]]:
         """Return columns of the newest rounds: waits for the quorum and after it, merge and grace."""

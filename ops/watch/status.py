@@ -41,17 +41,13 @@ FRAMES_A_SECOND = 4.0
 COLUMNS: Final = (
     "island", "state", "steps", "tokens/s", "loss", "lag", "part", "score", "queue", "up", "down", "seen",
 )  # fmt: skip
-#: The width of a terminal from which on a column is shown. Columns that are not named are shown in any.
-_WIDTHS = {
-    "score": 88,
-    "up": 80,
-    "down": 80,
-    "queue": 66,
-    "lag": 66,
-    "tokens/s": 58,
-    "part": 46,
-    "seen": 46,
-    "steps": 46,
+#: The columns that only a terminal of this width shows.
+_FROM_WIDTH = {
+    88: ("score",),
+    80: ("up", "down"),
+    66: ("queue", "lag"),
+    58: ("tokens/s",),
+    46: ("part", "seen", "steps"),
 }
 #: Lines of the live screen without islands and events, about.
 _OTHER_LINES = 14
@@ -291,7 +287,8 @@ class Islands:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        columns = [column for column in COLUMNS if width >= _WIDTHS.get(column, 0)]
+        left_out = {column for least, names in _FROM_WIDTH.items() if width < least for column in names}
+        columns = [column for column in COLUMNS if column not in left_out]
         table = new_table(*columns, numbers=columns[2:], collapse_padding=True)
         for index, column in enumerate(table.columns):  # If room is short, names go on in the next line.
             column.no_wrap, column.overflow = index > 0, "fold"

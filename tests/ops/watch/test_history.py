@@ -14,9 +14,8 @@ from archipelago.broker.messages import RoundMember, TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.watch.history import (
     DETAIL_ROUNDS,
-    ISLAND_POINTS,
+    ISLAND_ROWS,
     ISLANDS_KEPT,
-    POINTS_DRAWN,
     RECENT_ROUNDS,
     ROWS_KEPT,
     History,
@@ -88,7 +87,7 @@ def test_the_losses_of_each_island() -> None:
     many = history([entry(n, [member("a"), member(f"i{n}")], live=2) for n in range(1, 3 * ISLANDS_KEPT)]).losses()
     assert len(many) == ISLANDS_KEPT
     assert {"a", f"i{3 * ISLANDS_KEPT - 1}"} <= many.keys()
-    assert len(many["a"]["loss"]) <= ISLAND_POINTS
+    assert len(many["a"]["loss"]) <= ISLAND_ROWS
 
 
 def test_a_tape_connects_only_without_a_gap() -> None:
@@ -167,7 +166,7 @@ def test_a_long_run_stays_small() -> None:
     for start in range(0, rounds, 1000):
         seen.extend([entry(n, [member("a"), member("b", n % 3)], live=2) for n in range(start + 1, start + 1001)])
     lines = seen.lines()
-    assert all(POINTS_DRAWN // 2 <= len(values) <= POINTS_DRAWN for values in lines.values())
+    assert all(ROWS_KEPT // 2 <= len(values) <= ROWS_KEPT for values in lines.values())
     assert lines["round"][-1] == rounds
     assert lines["tokens"][-1] == rounds * 200 / 2
     assert len(seen.details()["round"]) == DETAIL_ROUNDS
