@@ -101,7 +101,7 @@ def main(options: DoctorOptions) -> int:
             "run": manifest.run if manifest else None,
             "problems": problems,
             "warnings": warnings,
-            "findings": [dataclasses.asdict(finding) | {"subject": finding.subject} for finding in findings],
+            "findings": [vars(finding) | {"subject": finding.subject} for finding in findings],
         })  # fmt: skip
     noted = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     if problems:

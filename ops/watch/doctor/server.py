@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from archipelago.broker.address import Kind
@@ -54,15 +55,8 @@ def ok(subject: str, what: str) -> Finding:
     return Finding("ok", f"{subject}.ok", what)
 
 
-def warning(code: str, what: str, remedy: str) -> Finding:
-    """Return a finding with which training still works."""
-    return Finding("warning", code, what, remedy)
-
-
-def problem(code: str, what: str, remedy: str) -> Finding:
-    """Return a finding that has to be fixed first."""
-    return Finding("problem", code, what, remedy)
-
+#: Make a finding with which training still works, and one that has to be fixed first, from code, fact and remedy.
+warning, problem = partial(Finding, "warning"), partial(Finding, "problem")
 
 # -- the server -------------------------------------------------------------------------------------------------------
 
