@@ -18,7 +18,7 @@ import docstring_parser
 
 from archipelago.broker.config import RunConfig
 from archipelago.ops.commands import EXAMPLES, VERBS, Verb, VerbGroup, Verbs
-from archipelago.ops.experiments import results, study
+from archipelago.ops.experiments import study
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"
@@ -192,7 +192,7 @@ def studies_page() -> str:
         page += (
             row("trial", "bits per byte", "ratio", "on the test text", "seeds") + "| --- | --- | --- | --- | --- |\n"
         )
-        found = results.show(each, known, quiet=True)["rows"]
+        found = study.show(each, known, quiet=True)["rows"]
         varying = list(found[0])[1 : list(found[0]).index("seeds")]
         usual = {key: Counter(str(trial[key]) for trial in found).most_common(1)[0][0] for key in varying}
         for trial in found:

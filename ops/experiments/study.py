@@ -24,29 +24,28 @@ name, so a study pins everything that decides its results.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import math
 import os
-import signal
-import threading
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean, stdev
+from typing import IO, Annotated, Any
 
 import tyro
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError, require_number
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import finite, keep_compiled, print_json
-from archipelago.ops.experiments.trial import OWN, Record, Trial, key_of, measure
-from archipelago.ops.launch.devices import Accelerators, accelerators, memory_share
+from archipelago.ops.bench.output import table
+from archipelago.ops.experiments.trial import OWN, Record, Trial, TrialRow, grouped, key_of, measure
+from archipelago.ops.launch.devices import accelerators
 from archipelago.ops.launch.supervisor import ONE_THREAD
-from archipelago.ops.settings import say
+from archipelago.ops.settings import say, table_console
 
 _TOP = {"about", "base", "seeds", "grid"}
 _SHAPE = "See ops/experiments/studies/*.toml, and the head of ops/experiments/study.py."
@@ -54,19 +53,25 @@ _SHAPE = "See ops/experiments/studies/*.toml, and the head of ops/experiments/st
 SHIPPED = Path(__file__).with_name("studies")
 #: The folder for their results, in the working directory.
 RESULTS = Path("studies")
+#: Two runs are compared when their tokens differ by at most this share. Islands end within a few steps of each other.
+SAME_TOKENS = 0.03
+#: The settings of the merger's rule against hostile islands.
+_RULES = ("merge.scores", "merge.share_cap")
+#: Several processes share the accelerators. Without any, the arrays are so small that a second thread costs more than
+#: it saves.
+_SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 @dataclass(frozen=True)
 class StudyOptions:
     """Run a study, a grid of trials in virtual time, from where it was left; or show its results.
 
-    Each result is one line of `NAME.jsonl` and is never measured again. Ctrl-C loses only the trials that are running.
+    Each result is one line of `NAME.jsonl` and is never measured again. Ctrl-C loses only the trial that is running. It
+    computes with one thread: to use more cores, give the same command in several shells, which share the trials.
     """
 
     name: Annotated[str, tyro.conf.Positional] = ""
     """The study. Without a name, all studies are listed."""
-    jobs: int = 1
-    """The number of processes. They share the accelerators; without any, each computes with one thread."""
     show: bool = False
     """Run nothing. Print the table of the results so far."""
     folder: Path | None = None
@@ -95,12 +100,11 @@ def main(options: StudyOptions) -> int:
     """Run the trials that have no result yet, then show all results."""
     if not options.name:
         return _overview(options)
-    require_number("--jobs", options.jobs, "Give at least one process.", 1)
     study = load(options.studies, options.name)
     if not options.show:
-        run(study, options.results, options.jobs, options.known())
-    from archipelago.ops.experiments.results import show
-
+        os.environ.update((_SHARED if accelerators() else ONE_THREAD) | os.environ)  # before JAX looks at its devices
+        keep_compiled()
+        run(study, options.results, options.known)
     found = show(study, options.known(), quiet=options.json)
     if options.json:
         print_json(finite(found))
@@ -229,67 +233,40 @@ def append(path: Path, record: Record) -> None:
 # -- trials -----------------------------------------------------------------------------------------------------------
 
 
-def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record]) -> int:
-    """Run the trials that are not in `known`, and append each result to `FOLDER/NAME.jsonl` when it arrives.
+def run(study: Study, folder: Path, known: Callable[[], Mapping[str, Record]]) -> int:
+    """Run the trials that have no result and that no other process runs. Append each to `FOLDER/NAME.jsonl` at its end.
 
     Returns:
         The number of trials that ran.
     """
-    due = [trial for trial in study.trials if trial.key not in known]
-    say(f"{study.name}: {len(study.trials)} trials, {len(due)} to run")
+    left = sum(trial.key not in known() for trial in study.trials)
+    say(f"{study.name}: {len(study.trials)} trials, {left} to run")
     began, done = time.monotonic(), 0
     varied = [name for name in varying([trial.named_values for trial in study.trials]) if name != "islands"]
-    for trial, record in _results(due, jobs):
-        command = f"archipelago bench study {study.name}"
-        folder.mkdir(parents=True, exist_ok=True)
-        append(folder / f"{study.name}.jsonl", finite({**record, "command": command}))
-        done += 1
-        left = (time.monotonic() - began) / done * (len(due) - done)
-        said = f"{done}/{len(due)}  {in_words(trial, record, varied)}"
-        say(f"{said}  {record['seconds']:.0f} s, {left / 60:.0f} min left")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{study.name}.lock").open("ab") as lock:
+        for number, trial in enumerate(study.trials):
+            if not _claimed(lock, number) or trial.key in known():
+                continue
+            record = measure(trial)
+            append(
+                folder / f"{study.name}.jsonl", finite({**record, "command": f"archipelago bench study {study.name}"})
+            )
+            done += 1
+            minutes = (time.monotonic() - began) / done * (left - done) / 60
+            say(f"{done}/{left}  {in_words(trial, record, varied)}  {record['seconds']:.0f} s, {minutes:.0f} min left")
     return done
 
 
-def _results(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, Record]]:
-    """Yield each trial with its record, in the order in which they finish."""
-    before = dict(os.environ)
-    keep_compiled()
-    os.environ.update(environment(jobs, accelerators()) | before)  # The spawned processes read it when they start.
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin)
+def _claimed(lock: IO[bytes], number: int) -> bool:
+    """Lock a trial for this process until it ends. Return False if another process has it."""
     try:
-        futures: dict[Future[dict[str, Any]], Trial] = {pool.submit(measure, trial): trial for trial in trials}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    except BrokenProcessPool:
-        raise ArchipelagoError(
-            "a measuring process was killed",
-            "Finished trials are kept: run the command again, with fewer --jobs if memory ran out.",
-            code="study.process-killed",
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def environment(jobs: int, found: Accelerators | None) -> dict[str, str]:
-    """Return the variables of each of `jobs` processes: its share of the accelerators, or one core.
-
-    On a processor, the arrays are so small that a second thread costs more than it saves.
-    """
-    return memory_share(jobs) if found else ONE_THREAD
-
-
-def _begin() -> None:
-    """Prepare a measuring process. It ends silently on Ctrl-C, and it ends with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    if parent := parent_process():
-        parent.join()
-        os._exit(1)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # Some network file systems have no locks. There, processes may run a trial twice.
+    return True
 
 
 def in_words(trial: Trial, record: Record, varied: Sequence[str]) -> str:
@@ -298,3 +275,69 @@ def in_words(trial: Trial, record: Record, varied: Sequence[str]) -> str:
     settings = trial.named_values
     shown = "".join(f" {name}={settings[name]}" for name in varied if name in settings)
     return f"{loss}  {trial.kind} M={trial.islands} seed={trial.seed}{shown}"
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def show(study: Study, known: Mapping[str, Record], quiet: bool = False) -> dict[str, Any]:
+    """Print the table. Return the rows as plain data, best first for each number of islands."""
+    rows = grouped([known[trial.key] for trial in study.trials if trial.key in known])
+    if not rows:
+        say(f"{study.name}: nothing is recorded yet")
+        return {"study": study.name, "about": study.about, "rows": []}
+    columns = ["kind", *varying([row.settings for row in rows])]
+    found = [_plain(row, rows, columns) for row in sorted(rows, key=lambda row: (row.settings["islands"], row.mean))]
+    if not quiet:
+        console = table_console()
+        console.print(study.about)
+        console.print(table([{**row, **{name: str(row[name]) for name in columns}} for row in found], console.width))
+    return {"study": study.name, "about": study.about, "rows": found}
+
+
+def baseline(row: TrialRow, rows: Sequence[TrialRow]) -> TrialRow | None:
+    """Return the row that a row is compared with.
+
+    For a row with hostile islands this is the run in which they are absent, and for an honest row with the merger's
+    scores the same row without them, if the study has it. All others are compared with the best data-parallel row with
+    the same number of islands and of tokens.
+    """
+    honest = [other for other in rows if not other.settings["hostile"] and _identity(other) == _identity(row)]
+    if row.settings["hostile"] or row.settings.get("merge.scores"):
+        without = [other for other in honest if not other.settings.get("merge.scores")]
+        cap = row.settings.get("merge.share_cap")
+        others = without or (honest if row.settings["hostile"] else [])
+        if others or row.settings["hostile"]:
+            return min(others, key=lambda other: other.settings.get("merge.share_cap") != cap, default=None)
+    same = [
+        other for other in rows
+        if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
+        and abs(other.tokens / row.tokens - 1) <= SAME_TOKENS
+    ]  # fmt: skip
+    return min(same, key=lambda other: other.mean, default=None)
+
+
+def _identity(row: TrialRow) -> tuple[Any, ...]:
+    """Return what a row shares with the row that it is compared with: all but the attack and the merger's rule."""
+    others = {k: v for k, v in row.settings.items() if k not in ("islands", "hostile", "attack", *_RULES)}
+    honest = row.settings["islands"] - row.settings["hostile"]
+    return honest, sorted(others.items(), key=str)
+
+
+def _plain(row: TrialRow, rows: Sequence[TrialRow], columns: Sequence[str]) -> dict[str, Any]:
+    best = baseline(row, rows)
+    ratios, tests = row.ratios(best), row.ratios(best, "test")
+    rounds = [r["rounds"] for r in row.records if "rounds" in r]
+    return {
+        **{name: row.settings.get(name, "") for name in columns},
+        "seeds": len(row.records),
+        "diverged": row.diverged,
+        "tokens": round(row.tokens),
+        "rounds": round(fmean(rounds)) if rounds else 0,
+        "bits_per_byte": row.mean,
+        "spread": row.spread,
+        "to_parallel": row.ratio(best),
+        "ratio_spread": stdev(ratios) if len(ratios) > 1 else 0.0,
+        "to_parallel_on_test": fmean(tests) if tests else math.nan,
+        "seconds": fmean(r["seconds"] for r in row.records),
+    }

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.commands import run as archipelago
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
 from archipelago.ops.experiments.study import RESULTS, SHIPPED, Study, StudyOptions
 from archipelago.ops.experiments.trial import Trial, key_of
-from archipelago.ops.launch.devices import Accelerators
 from archipelago.ops.launch.supervisor import ONE_THREAD
 from tests.failing import failing
 from tests.ops.experiments.trials import STUDY, record_of, trial_of
@@ -81,18 +80,17 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """Record the trials instead of running them."""
     seen: list[Trial] = []
 
-    def results(trials: list[Trial], jobs: int) -> Any:
-        for one in trials:
-            seen.append(one)
-            yield one, record_of(one)
+    def measure(trial: Trial) -> dict[str, Any]:
+        seen.append(trial)
+        return record_of(trial)
 
-    monkeypatch.setattr(studies, "_results", results)
+    monkeypatch.setattr(studies, "measure", measure)
     return seen
 
 
 def run_rest(study: Study, folder: Path) -> int:
     """Run the trials that have no result yet, and return their number."""
-    return studies.run(study, folder, 1, studies.recorded(folder))
+    return studies.run(study, folder, lambda: studies.recorded(folder))
 
 
 def record_first(study: Study, folder: Path, count: int) -> None:
@@ -120,12 +118,14 @@ def test_a_recorded_trial_is_not_measured_again(folder: Path, measured: list[Tri
 
 
 @pytest.mark.full
-def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> None:
+def test_trials_learn(folder: Path, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run `archipelago bench study` twice, with real trials of every kind.
 
     Two islands, one of them three times slower, make 24 + 8 steps, and some more until they hear that the run is over.
     Baselines get the tokens of 32 steps.
     """
+    for name, value in ONE_THREAD.items():  # which the command sets, too
+        monkeypatch.setenv(name, os.environ.get(name, value))
     study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "one", "islands"]\nislands = 2\nslow = 3.0\n'
     study += (
         '"outer.rule" = "nesterov"\n"merge.rest" = "average"\n"merge.embedding" = "average"\n"sync.fragments" = 1\n'
@@ -162,18 +162,6 @@ def test_an_interrupt_keeps_finished_trials(folder: Path, corpus: OpenCorpus, un
     assert 1 <= len(studies.recorded(folder)) < 8
 
 
-def _dies(trial: Trial) -> dict[str, Any]:
-    os._exit(9)
-
-
-@pytest.mark.full
-def test_a_killed_measuring_process_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studies, "measure", _dies)
-    with failing(ArchipelagoError, "study.process-killed"):
-        run_rest(studies.load(folder, "rates"), folder)
-    assert studies.recorded(folder) == {}
-
-
 def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     at_once, parallel = trial_of(outer__rule="sgd"), trial_of("parallel", islands=3)
     late = dataclasses.replace(at_once, sending=6.0)
@@ -183,10 +171,24 @@ def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     assert studies.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 sending=0.0"
 
 
-def test_a_process_has_one_core_or_a_share_of_the_accelerators() -> None:
-    assert studies.environment(4, None) == ONE_THREAD
-    share = studies.environment(2, Accelerators("cuda", ("0",), "H100"))
-    assert "JAX_PLATFORMS" not in share and float(share["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 0.45
+CLAIM = """
+import fcntl, sys
+with open(sys.argv[1], "ab") as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX, 1, 0)
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_trial_that_another_process_runs_is_left_to_it(folder: Path, measured: list[Trial]) -> None:
+    study = studies.load(folder, "rates")
+    command = [sys.executable, "-c", CLAIM, str(folder / ".rates.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        assert run_rest(study, folder) == 5
+        other.communicate()
+    assert run_rest(study, folder) == 1
+    assert measured == [*study.trials[1:], study.trials[0]]
 
 
 def test_without_a_name_all_studies_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from archipelago.ops.experiments.island_runs import (
     figures,
     islands,
 )
-from archipelago.ops.experiments.results import baseline, show
+from archipelago.ops.experiments.study import baseline, show
 from archipelago.ops.experiments.trial import ATTACKS, CurvePoint, Trial, TrialRow, grouped, key_of, measure
 from tests import samples
 from tests.failing import failing
