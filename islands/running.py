@@ -65,7 +65,6 @@ class WorkerRun(Membership):
     _prepared: PreparedIsland
     _curves: CurveWriter | None = None
     _evaluator: Evaluator | None = None
-    _is_paced = True
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class WorkerRun(Membership):
         self._times = [time.process_time() if standby else 0.0]
         super().__init__(options.run or "", lambda: name, options.connect, options.patience(stopped))
         self._options, self._stopped, self._origin = options, stopped, origin
-        self._standby, self._leader = standby, leader
+        self._standby, self._leader, self._step_seconds_min = standby, leader, options.step_seconds_min
         self._health = Health()
         options.answer_probes(self._health)
         self._state = ""
@@ -158,7 +157,6 @@ class WorkerRun(Membership):
         island = self._prepared.island(
             name, self._incarnation, link, arrivals, self._options.scan_steps, lambda of, _: self._store.on_marker(of)
         )
-        island.pacer.step_seconds_min = self._options.step_seconds_min
         self._times.append(time.process_time())
         return island
 

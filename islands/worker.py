@@ -21,7 +21,6 @@ from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.measures import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
-from archipelago.islands.turn_log import Pacer
 
 #: Our worker leaves after so many losses in a row that are not finite.
 DIVERGED_MAX = 3
@@ -60,7 +59,6 @@ class Island(Participant):
         )  # fmt: skip
         self.computation, self.batches = computation, batches
         self.scan_steps = scan_steps
-        self.pacer = Pacer()
         self._in_flight: jax.Array | None = None
 
     def warm_up(self) -> None:
@@ -77,15 +75,11 @@ class Island(Participant):
         """
         n = self.scan_steps
         batch = self.batches.next(n)
-        # This is noted first, because on a CPU the call below may do the arithmetic itself.
-        self.pacer.dispatched(n, self.clock())
         schedule_step = min(self.ledger.global_step, self.run_steps)  # constant from then on
         losses_n, earlier = self.computation.step(batch, schedule_step, self.run_steps), self._in_flight
         # One call may be in flight. This keeps the device busy, and still measures the time of steps.
         if earlier is not None:
             earlier.block_until_ready()
-            if delay := self.pacer.delay_seconds(self.clock()):
-                time.sleep(delay)
         self._in_flight = losses_n
         return n, self.batches.tokens, earlier
 

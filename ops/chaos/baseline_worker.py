@@ -27,7 +27,7 @@ from archipelago.broker.files import write_atomically
 from archipelago.broker.machine import LOOPBACK
 from archipelago.islands.inner import InnerState, descent
 from archipelago.islands.tasks.workload import Workload
-from archipelago.islands.turn_log import Pacer
+from archipelago.islands.turn_log import MeasuredTurns
 from archipelago.ops.experiments.baselines import Reader
 from archipelago.ops.launch.init import workload_of
 
@@ -108,13 +108,12 @@ def follow(worker: DataParallelWorker, connection: socket.socket, name: str, ste
     """Take part in a process group until the connection is lost, which raises OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(f"{name}\n".encode())
-    pacer = Pacer(step_seconds_min)
+    turns = MeasuredTurns(None, step_seconds_min)
     with connection.makefile("rb") as stream:
         worker.load(int(_whole(stream.readline(), 1)))
         while True:
-            pacer.dispatched(1, time.monotonic())
             message = worker.gradient().tobytes()
-            time.sleep(pacer.delay_seconds(time.monotonic()))
+            turns.stepped(1)
             connection.sendall(b"%d %d\n" % (worker.saved, len(message)) + message)
             worker.apply(np.frombuffer(_whole(stream.read(len(message)), len(message)), np.float32))
 

@@ -1,4 +1,4 @@
-"""The minimum duration of a step in simulated time, and the log of an island's turns."""
+"""The minimum duration of a step, and the log of an island's turns."""
 
 from __future__ import annotations
 
@@ -6,50 +6,39 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from archipelago.islands.turn_log import Pacer, TurnLog
-from tests.tiers import examples
+from archipelago.islands.turn_log import VARIABLE, MeasuredTurns, TurnLog
 
 STEP = 0.05
-SHORT = st.floats(0.0, 0.02)
 
 
-def played(pacer: Pacer, turns: list[tuple[float, float]]) -> list[float]:
-    """Run turns (seconds between two steps, seconds of arithmetic), and return when each of them ended."""
-    now, done_at = 0.0, 0.0
-    ends: list[float] = []
-    for between, arithmetic in turns:
-        now += between
-        pacer.dispatched(1, now)
-        before_at, done_at = done_at, max(done_at, now) + arithmetic
-        if ends:
-            now = max(now, before_at)
-            now += pacer.delay_seconds(now)
-        ends.append(now)
-    return ends
+class FakeTime:
+    """A clock that only sleeping and the test move."""
+
+    now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
-@settings(max_examples=examples(100))
-@given(st.lists(st.tuples(SHORT, SHORT), min_size=3, max_size=50))
-def test_a_gap_shorter_than_a_step_costs_nothing(turns: list[tuple[float, float]]) -> None:
-    """A device that works concurrently with its host hides the arithmetic and the work between two steps."""
-    ends = played(Pacer(STEP), turns)
-    began = turns[0][0]
-    for n, end in enumerate(ends[1:], 1):
-        assert end == pytest.approx(began + n * STEP)
+def test_work_between_two_steps_is_a_part_of_their_minimum_duration() -> None:
+    clock = FakeTime()
+    turns = MeasuredTurns(None, STEP, clock, clock.sleep)
+    ends = []
+    for work, steps in ((0.02, 1), (0.04, 1), (0.03, 2), (0.06, 1), (0.01, 1), (0.2, 1), (0.01, 1), (0.01, 1)):
+        clock.now += work
+        turns.stepped(steps)
+        ends.append(clock.now)
+    assert ends == pytest.approx([10.05, 10.1, 10.2, 10.26, 10.3, 10.5, 10.51, 10.55])
 
 
-def test_a_long_gap_leaves_the_device_idle() -> None:
-    pacer = Pacer(STEP)
-    pacer.dispatched(1, 10.0)
-    pacer.dispatched(1, 10.02)
-    assert pacer.delay_seconds(10.02) == pytest.approx(0.03)
-    pacer.dispatched(1, 10.4)
-    assert pacer.delay_seconds(10.4) == 0.0
-    pacer.dispatched(1, 10.41)
-    assert pacer.delay_seconds(10.41) == pytest.approx(0.04)
+def test_trials_ask_by_the_environment_or_a_flag(tmp_path: Path) -> None:
+    assert MeasuredTurns.asked_for({}, "x") is None
+    assert MeasuredTurns.asked_for({}, "x", STEP)
+    assert MeasuredTurns.asked_for({VARIABLE: str(tmp_path / "log")}, "x")
 
 
 # -- the turn log ---------------------------------------------------------------------------------------------------
