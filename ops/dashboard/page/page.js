@@ -132,7 +132,7 @@ function write() {
   writeCounters(run);
   writeIslands(page.islands);
   writeEvents(page.events);
-  put("serving", run.merger.holder ? run.serving : `${run.serving[0].toUpperCase()}${run.serving.slice(1)}`);
+  put("serving", `${run.merger.holder ? run.serving[0] : run.serving[0].toUpperCase()}${run.serving.slice(1)}.`);
   writeKnobs(page.steered, page.own);
   writeProblems(page.problems);
   writeSettings(page.settings, page.changed, page.steered);
