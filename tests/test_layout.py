@@ -143,10 +143,11 @@ def loaded_by(*modules: str) -> set[str]:
 
 
 def test_commands_that_read_a_run_do_not_load_jax() -> None:
-    watching = ("broker.redis.transport", "broker.memory.transport", "broker.process", "ops.watch.status", "ops.cli")
+    clients = ("broker.redis.transport", "broker.memory.transport", "broker.process")
+    watching = (*clients, "ops.watch.status", "ops.cli", "ops.dashboard.main", "ops.dashboard.app")
     loaded = loaded_by(*(f"archipelago.{module}" for module in watching))
     assert "archipelago.broker.redis.connection" in loaded
-    assert not tops(loaded) & (ACCELERATED | {"fakeredis"})
+    assert not tops(loaded) & (ACCELERATED | {"fakeredis", "plotly"})
     assert ours(loaded) == {"broker", "ops"}
 
 

@@ -1,12 +1,10 @@
-"""The dashboard's web application. Anyone who can reach it can read; changing the run needs the token."""
+"""The dashboard's web application. Anyone who can reach it can read, and nobody can change anything."""
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
-import json
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,16 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from archipelago.broker.control import CHECKPOINT
-from archipelago.broker.errors import ArchipelagoError, ConfigError, UnknownRunError
+from archipelago.broker.errors import ArchipelagoError, UnknownRunError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.page_data import FILES, PAGE, Boards, chart_library, to_json
 from archipelago.ops.watch.state_line import state_line
-from archipelago.ops.watch.steer import changes_of
 
-BODY_BYTES_MAX = 1 << 16
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -38,17 +33,16 @@ HEADERS = {
 FRESH = {**HEADERS, "Cache-Control": "no-store"}
 
 
-def application(boards: Boards, token: str, names: Collection[str] = ("localhost",)) -> Starlette:
+def application(boards: Boards, names: Collection[str] = ("localhost",)) -> Starlette:
     """Return the web application.
 
     Args:
         boards: The runs.
-        token: The token that changes need.
         names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
             site whose name resolves to this machine cannot read the dashboard.
     """
     library = chart_library()
-    service, page = _Service(boards, token), _file(PAGE / "index.html", FRESH)
+    service, page = _Service(boards), _file(PAGE / "index.html", FRESH)
     files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]
     kept = {**HEADERS, "Cache-Control": "max-age=86400"}
     routes = [
@@ -59,10 +53,9 @@ def application(boards: Boards, token: str, names: Collection[str] = ("localhost
         *(Route(at, page) for at in ("/", "/runs/{run}", "/runs/{run}/{tab}", "/runs/{run}/islands/{island}")),
         Route("/api/runs", service.runs),
         Route("/api/runs/{run}/view", service.view),
-        Route("/api/runs/{run}/steer", service.steer, methods=["POST"]),
     ]
     layers = [Middleware(HostCheck, names=names), Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)]
-    return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(_STATUS, _refusal))
+    return Starlette(routes=routes, middleware=layers, exception_handlers={ArchipelagoError: _refusal})
 
 
 def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:
@@ -72,24 +65,14 @@ def _file(path: Path, headers: dict[str, str]) -> Callable[[Request], Any]:
     return answer
 
 
-#: The status of an answer to a request that ends with an error. The browser may close a connection in its middle.
-_STATUS = {ConfigError: 400, ClientDisconnect: 400, UnknownRunError: 404, ArchipelagoError: 503}
-
-
 async def _refusal(request: Request, error: Exception) -> Response:
-    return _answer(next(_STATUS[kind] for kind in type(error).mro() if kind in _STATUS), str(error))
-
-
-def _answer(status: int, text: str, **more: str) -> Response:
-    return JSONResponse({"message": text}, status, headers={**FRESH, **more})
+    status = 404 if isinstance(error, UnknownRunError) else 503
+    return JSONResponse({"message": str(error)}, status, headers=FRESH)
 
 
 class _Service:
-    def __init__(self, boards: Boards, token: str) -> None:
+    def __init__(self, boards: Boards) -> None:
         self.boards = boards
-        self._token = token.encode()
-
-    # -- reading ----------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while we serve, with the state of the named run's Redis in the text."""
@@ -129,58 +112,6 @@ class _Service:
         }
         text = "{" + ",".join(f'"{name}":{part or "null"}' for name, part in parts.items()) + "}"
         return Response(text, media_type="application/json", headers=FRESH)
-
-    # -- changing ---------------------------------------------------------------------------------------------------
-
-    async def steer(self, request: Request) -> Response:
-        """Change the run's controls, if the token is right. A request without changes only checks the token."""
-        if not self._is_authorised(request):
-            return _answer(401, "The token is missing or wrong; it was printed when the dashboard started.",
-                         **{"WWW-Authenticate": "Bearer"})  # fmt: skip
-        watch = (await run_in_threadpool(self.boards.of, request.path_params["run"])).watch
-        changes = changes_of(watch.manifest.config, _words(await _body(request)), {}, watch.wall)
-        if not changes:
-            return _answer(200, "The token is right.")
-        await run_in_threadpool(watch.transport.reader.steer, changes)
-        return _answer(200, _sentences(changes))
-
-    def _is_authorised(self, request: Request) -> bool:
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self._token) and kind.lower() == "bearer"
-
-
-async def _body(request: Request) -> bytes:
-    """Return the request's body. Raise ConfigError if it is larger than any valid request."""
-    out = b""
-    async for part in request.stream():
-        out += part
-        if len(out) > BODY_BYTES_MAX:
-            raise ConfigError(
-                "the request is too large", f"Send at most {BODY_BYTES_MAX:,} bytes.", code="config.request"
-            )
-    return out
-
-
-def _words(body: bytes) -> list[str]:
-    """Return `{"changes": {NAME: TEXT}}` as the words of `steer`. Raise ConfigError for anything else."""
-    try:
-        found = json.loads(body)["changes"]
-        if all(isinstance(name, str) and isinstance(value, str) for name, value in found.items()):
-            return [name if name == CHECKPOINT else f"{name}={value}" for name, value in found.items()]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ConfigError(
-        "the request cannot be read", 'Send {"changes": {"sync.quorum": "2"}} as JSON.', code="config.request"
-    )
-
-
-def _sentences(changes: Mapping[str, str]) -> str:
-    """Describe checked changes in words. An empty value removes a setting, a pause or a request to an island."""
-    words = [
-        "a checkpoint is taken" if name == CHECKPOINT else f"{name} = {value}" if value else f"{name} is removed"
-        for name, value in changes.items()
-    ]
-    return f"Done: {', '.join(words)}."
 
 
 # -- the host names under which the dashboard answers -----------------------------------------------------------------

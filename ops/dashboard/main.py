@@ -1,11 +1,9 @@
-"""`archipelago dash`: show a run live in the browser, and steer it from there with a token."""
+"""`archipelago dash`: show runs live in the browser."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
-import secrets
 import socket
 import threading
 import time
@@ -13,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
 from archipelago.broker.machine import require_extra
@@ -24,18 +21,15 @@ from archipelago.ops.settings import say
 from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.run_list import all_runs
 
-TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
 STOP_SECONDS = 5
 
 
 @dataclass(frozen=True)
 class DashOptions(RunSource):
-    """Show runs live in the browser, and steer them from there. Needs only Redis, so it can run anywhere.
+    """Show runs live in the browser. Needs only Redis, so it can run anywhere.
 
-    It shows the run that is named, or without a name all runs of the Redis and of the folder runs/.
-
-    Anyone who can reach the port can see the runs. Changing one needs the token: that in $ARCHIPELAGO_TOKEN, or a
-    random one that is printed at the start.
+    It shows the run that is named, or without a name all runs of the Redis and of the folder runs/. Anyone who can
+    reach the port can see the runs. Nobody can change them there: that is `archipelago steer`.
     """
 
     host: str = "127.0.0.1"
@@ -45,14 +39,13 @@ class DashOptions(RunSource):
     port: int = 8765
     """The port to listen on. 0 takes a free one."""
     json: bool = False
-    """Print one JSON object, address and token, once it serves."""
+    """Print one JSON object with the address, once it serves."""
 
 
 def main(options: DashOptions) -> int:
     """Serve until a signal arrives."""
     require_extra("dash", "The dashboard")
     stopped = stop_on_signals()
-    token = _token()
     named = options.run or os.environ.get(RUN_VARIABLE) or (options.url and "://" not in options.url)
     with ExitStack() as stack:
         if named:
@@ -62,8 +55,10 @@ def main(options: DashOptions) -> int:
         else:
             run, boards = "", Boards(None, lambda: all_runs(options.url, RUNS), lambda run: _opened(run, options.url))
             boards.listed()  # so that a Redis that does not answer is an error at once
-        with serving(boards, token, options.host, options.port, options.name) as address:
-            _greet(run, address, token, options)
+        with serving(boards, options.host, options.port, options.name) as address:
+            if options.json:
+                print_json({"run": run, "address": address})
+            say(f"{f'run {run!r}' if run else 'runs'} in the browser: {address} (Ctrl-C ends the page, not the run)")
             while not stopped():
                 time.sleep(0.1)
     return 0
@@ -78,33 +73,17 @@ def _opened(run: str, url: str | None) -> Watcher:
     return Watcher(connect_to(address, run), address=shown(address))
 
 
-def _token() -> str:
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
-    if not re.fullmatch(r"[!-~]+", token):  # Only these characters are valid in a header.
-        remedy = "Use letters, digits and signs, or unset it for a random one."
-        raise ConfigError(f"the token in ${TOKEN_VARIABLE} cannot be used", remedy, code="config.value")
-    return token
-
-
-def _greet(run: str, address: str, token: str, options: DashOptions) -> None:
-    whole = f"{address}/#token={quote(token)}"
-    if options.json:
-        print_json({"run": run, "address": address, "token": token})
-    say(f"{f'run {run!r}' if run else 'runs'} in the browser: {whole}")
-    say(f"  token   {token} (needed to change the run; Ctrl-C ends the page, not the run)")
-
-
 @contextmanager
-def serving(boards: Boards, token: str, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
+def serving(boards: Boards, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
     """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError.
 
-    Changes need the token. Requests may carry `names`, beside this machine's own names and addresses.
+    Requests may carry `names`, beside this machine's own names and addresses.
     """
     import uvicorn
 
     from archipelago.ops.dashboard.app import application, own_names
 
-    app = application(boards, token, own_names(host).union(names))
+    app = application(boards, own_names(host).union(names))
     with _listening(host, port) as listener, boards:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.config import RunConfig, differing, flat
-from archipelago.broker.control import SETTINGS, STEPS, island_field, own
+from archipelago.broker.control import STEPS, island_field
 from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.manifest import Manifest, loss_unit
@@ -82,7 +82,6 @@ def plain(reading: RunReading) -> dict[str, Any]:
         ],
         "settings": settings(view.manifest),
         "changed": list(differing(config, RunConfig())),
-        "own": {name: float(own(config, name)) for name in SETTINGS},
         "steered": dict(control.fields),
         "steered_words": describe_control(control),
     }

@@ -163,7 +163,7 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
     if view.control.is_paused:
         yield Problem(
             "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
-            "Resume it under Steer, or with `archipelago steer URL merging=`.",
+            "Resume it with `archipelago steer URL merging=`.",
         )  # fmt: skip
     for name, why in view.control.faults.items():
         yield Problem(
@@ -260,9 +260,9 @@ def _loss_problems(tape: Sequence[TapeEntry]) -> Iterator[Problem]:
         yield Problem(
             "loss.rises", "warn", "run",
             f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest rounds.",
-            "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate under Steer; "
-            "if that does not help, begin a new run from an export (`archipelago init --from FOLDER`) with a lower "
-            "--inner.learning-rate.",
+            "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate "
+            "(`archipelago steer URL outer.learning_rate=VALUE`); if that does not help, begin a new run from an "
+            "export (`archipelago init --from FOLDER`) with a lower --inner.learning-rate.",
         )  # fmt: skip
 
 
@@ -322,7 +322,7 @@ def _island_problems(island: IslandView, start: str) -> Iterator[Problem]:
             "island.lowered", "warn", island.name,
             f"Its weight is lowered to {island.factor:.0%}, because its contributions disagree with those of the "
             f"others (score {island.score:.2f}).",
-            "Check its corpus, its software and its device. If you do not trust it, expel it under Steer or with "
+            "Check its corpus, its software and its device. If you do not trust it, expel it with "
             f"`archipelago steer URL island.{island.name}=expel`.",
         )  # fmt: skip
     if island.host_memory_bytes > HOST_SHARE * island.host_memory_limit_bytes > 0:

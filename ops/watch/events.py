@@ -15,7 +15,7 @@ _REFUSALS = (
     ("not exist yet", "The run went back to a checkpoint. The island follows by itself within seconds."),
     ("too many", "The merger is slower than the islands. It catches up, or needs a faster machine."),
     ("repeat", "Nothing has to be done."),
-    ("expelled", "The operator or the run's rule has expelled it. To admit it, use `readmit` in its row."),
+    ("expelled", "The operator or the run's rule has expelled it. To admit it: `archipelago steer URL island.NAME=`."),
     ("finite", "Its arithmetic broke. Start it again; if that repeats, lower the learning rate in a new run."),
     ("digest", "Its bytes were changed on the way. Check its network, its machine and its version of the program."),
     ("sign", "It has no invitation to this run, or a wrong one. Create a join file with `archipelago invite`."),
@@ -29,11 +29,11 @@ _REMEDIES = {
     "replaced": "Give each island its own --name. The newer process goes on.",
     "diverged": "Start it again: it takes the run's parameters. If all islands diverge, begin a new run with a lower "
                 "--inner.learning-rate.",
-    "drained": "To let it join again, use `readmit` in its row, and start it.",
-    "expelled": "To let it join again, use `readmit` in its row, and start it.",
+    "drained": "To let it join again: `archipelago steer URL island.NAME=`, and start it.",
+    "expelled": "To let it join again: `archipelago steer URL island.NAME=`, and start it.",
     "lowered": "Check the island's corpus, its software and its device. Its weight returns when it agrees again.",
     "idle": "Look at these islands' logs: they live and send nothing. Restart or expel them.",
-    "paused": "Resume merging under Steer, or with `archipelago steer URL merging=`.",
+    "paused": "Resume merging with `archipelago steer URL merging=`.",
     UNSAVED: "Do what it says; the merger tries again by itself.",
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
 }  # fmt: skip

@@ -271,7 +271,7 @@ def test_metrics_need_all_shards(demo: VirtualRun, run: Cut) -> None:
     for status in (503, 200):
         boards = Boards(Watcher(run))
         boards.of("demo").update()
-        client = TestClient(application(boards, "token"), base_url="http://localhost")
+        client = TestClient(application(boards), base_url="http://localhost")
         answer = client.get("/metrics")
         assert (answer.status_code, answer.text == "the node does not answer\n") == (status, status == 503)
         run.cut.clear()

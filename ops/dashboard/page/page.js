@@ -1,4 +1,4 @@
-// Show the server's data in the elements of the page, and send changes to the server with the token.
+// Show the server's data in the elements of the page.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -133,7 +133,6 @@ function write() {
   writeIslands(page.islands);
   writeEvents(page.events);
   put("serving", `${run.merger.holder ? run.serving[0] : run.serving[0].toUpperCase()}${run.serving.slice(1)}.`);
-  writeKnobs(page.steered, page.own);
   writeProblems(page.problems);
   writeSettings(page.settings, page.changed, page.steered);
   put("footer", inlined ? `Report of ${new Date(page.unix_seconds * 1e3).toLocaleString([], { hour12: false })}` : "");
@@ -189,36 +188,9 @@ function writeCounters(run) {
 
 // -- islands -----------------------------------------------------------------------------------------------------------
 
-const HEADS = ["island", "state", "newest rounds", "part", "lag", "tokens/s", "step", "up", "down", "queue", "seen", "memory", "actions"];
+const HEADS = ["island", "state", "newest rounds", "part", "lag", "tokens/s", "step", "up", "down", "queue", "seen", "memory"];
 const MOODS = { training: "good", joining: "busy", leaving: "busy", left: "idle", done: "idle", silent: "bad" };
 const rows = new Map();
-
-/** Returns a button that acts only if it is pressed twice within three seconds. */
-function confirmedButton(words, act) {
-  const button = element("button", "", words);
-  button.type = "button";
-  let timer = 0;
-  const asking = (now) => {
-    clearTimeout(timer);
-    timer = now ? setTimeout(() => asking(false), 3000) : 0;
-    button.textContent = now ? "confirm?" : words;
-    button.classList.toggle("confirming", now);
-  };
-  button.addEventListener("click", () => {
-    if (timer) act();
-    asking(!timer);
-  });
-  return button;
-}
-
-function rowOf(name) {
-  if (rows.has(name)) return rows.get(name);
-  const to = (wish) => () => steer({ [`island.${name}`]: wish });
-  const buttons = [confirmedButton("drain", to("drain")), confirmedButton("expel", to("expel")), confirmedButton("readmit", to(""))];
-  const made = { root: element("tr", "", element("td", "actions", ...buttons)), buttons };
-  rows.set(name, made);
-  return made;
-}
 
 /** Returns the cells of an island as texts; the lines below a text are small. */
 function cellsOf(island) {
@@ -245,21 +217,20 @@ function troublesOf(island) {
 }
 
 function writeIsland(island) {
-  const { root, buttons } = rowOf(island.name), { asked } = island;
+  if (!rows.has(island.name)) rows.set(island.name, element("tr"));
+  const root = rows.get(island.name), { asked } = island;
   const word = asked === "expel" ? "expelled" : asked === "drain" && island.live ? "draining" : island.shown;
   const where = [island.device, island.host, inlined || only ? island.machine : "", island.optimizer_origin && island.optimizer_origin !== "fresh" ? `from ${island.optimizer_origin}` : ""].filter(Boolean);
   const cells = cellsOf(island), troubles = troublesOf(island), shown = JSON.stringify([word, where, cells, troubles, island.strip]);
-  buttons.forEach((button, n) => { button.hidden = [!island.live || asked, asked === "expel", !asked][n]; });
   root.classList.toggle("gone", !island.live);
   if (root.dataset.shown === shown) return;
   root.dataset.shown = shown;
-  while (root.children.length > 1) root.firstChild.remove(); // the buttons stay, and so does the focus on one
   const name = element("th", "", link(addressOf(runHere, "islands", island.name), island.name), element("small", "", where.join(" · ")),
     ...troubles.map((words) => element("small", "trouble", words)));
   name.scope = "row";
   name.title = island.name;
   const state = pill(word, asked ? "warn" : MOODS[island.shown] ?? "idle");
-  root.lastChild.before(name, element("td", "", state), element("td", "strip", strip(island.strip)), ...cells.map(([text, ...under], n) => {
+  root.replaceChildren(name, element("td", "", state), element("td", "strip", strip(island.strip)), ...cells.map(([text, ...under], n) => {
     const cell = titled(HEADS[n + 3], text, ...under.filter(Boolean).map((words) => element("small", "", words)));
     cell.className = "num";
     return cell;
@@ -296,7 +267,7 @@ function writeIslands(islands) {
   const shown = known.filter((island) => !hidden.has(island));
   shown.forEach(writeIsland);
   fill($("island-heads"), HEADS, () => HEADS.map((head, n) => element("th", n > 2 ? "num" : "", head)));
-  const wanted = shown.map((island) => rows.get(island.name).root), place = $("islands");
+  const wanted = shown.map((island) => rows.get(island.name)), place = $("islands");
   if (wanted.length !== place.children.length || wanted.some((root, n) => place.children[n] !== root)) place.replaceChildren(...wanted);
   $("no-islands").hidden = Boolean(shown.length);
   $("more-islands").hidden = gone.length <= GONE_SHOWN;
@@ -374,117 +345,20 @@ function disconnect(sentence) {
   writeState();
 }
 
-// -- steering ----------------------------------------------------------------------------------------------------------
-
-let token = "";
-const kept = (() => { try { return sessionStorage; } catch { return null; } })();
-
-async function steer(changes) {
-  say("…", "idle");
-  try {
-    const answer = await fetch(`/api/runs/${encodeURIComponent(runHere)}/steer`, {
-      method: "POST", headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" }, body: JSON.stringify({ changes }),
-    });
-    const { message } = await answer.json();
-    say(message, answer.ok ? "good" : "bad");
-    if (answer.status === 401) lock();
-    return answer.ok;
-  } catch {
-    say("The dashboard does not answer.", "bad");
-    return false;
-  }
-}
-
-function say(words, mood) {
-  put("answer", words);
-  $("answer").dataset.mood = mood;
-}
-
-function lock() {
-  token = "";
-  kept?.removeItem("token");
-  showKnobs();
-}
-
-async function unlock(given, quiet = false) {
-  token = given;
-  const done = await steer({});
-  $("token").classList.toggle("rejected", !done);
-  $("token").setAttribute("aria-invalid", String(!done));
-  if (done) {
-    kept?.setItem("token", given);
-    if (quiet) say("", "idle");
-  } else {
-    token = "";
-  }
-  showKnobs();
-}
-
-function showKnobs() {
-  document.body.classList.toggle("unlocked", Boolean(token));
-  $("unlock").hidden = Boolean(token);
-  $("knobs").hidden = $("forget").hidden = !token;
-}
-
-function writeKnobs(set, own) {
-  for (const form of document.querySelectorAll(".knob")) {
-    const { name } = form.dataset, input = form.querySelector("input");
-    const now = set[name] ?? String(own[name]);
-    if (document.activeElement !== input && !input.dataset.dirty) input.value = now;
-    const reset = form.querySelector("[data-own]");
-    reset.querySelector("span").textContent = own[name];
-    reset.title = "Return to the run's own value";
-    reset.disabled = set[name] === undefined;
-  }
-  $("merging").textContent = set.merging === "paused" ? "Resume merging" : "Pause merging";
-  $("merging").dataset.to = set.merging === "paused" ? "" : "paused";
-}
-
-for (const form of document.querySelectorAll(".knob")) {
-  const input = form.querySelector("input"), { name } = form.dataset;
-  const why = element("p", "why");
-  why.id = `why-${input.id}`;
-  why.hidden = true;
-  form.append(why);
-  /** Marks the field as rejected with the reason, or as good with an empty one. */
-  const mark = (reason) => {
-    input.classList.toggle("rejected", Boolean(reason));
-    input.setAttribute("aria-invalid", String(Boolean(reason)));
-    input.setAttribute("aria-describedby", why.id);
-    why.textContent = reason;
-    why.hidden = !reason;
-  };
-  input.addEventListener("input", () => { input.dataset.dirty = "yes"; mark(""); });
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const words = input.value.trim();
-    if (!words) { mark("Enter a number, or press reset."); return; }
-    const done = await steer({ [name]: words });
-    mark(done ? "" : $("answer").textContent);
-    if (done) delete input.dataset.dirty;
-  });
-  form.querySelector("[data-own]").addEventListener("click", async () => {
-    if (await steer({ [name]: "" })) { delete input.dataset.dirty; mark(""); input.blur(); }
-  });
-}
-$("merging").addEventListener("click", () => steer({ merging: $("merging").dataset.to }));
-$("checkpoint").addEventListener("click", () => steer({ checkpoint: "now" }));
-$("forget").addEventListener("click", () => { lock(); say("", "idle"); });
-$("unlock").addEventListener("submit", (event) => { event.preventDefault(); unlock($("token").value.trim()); $("token").value = ""; });
 $("more-islands").addEventListener("click", () => { showGone = !showGone; write(); });
 
 // -- the list of runs --------------------------------------------------------------------------------------------------
 
 async function readRuns() {
   const found = await ask("/api/runs");
-  if (found?.length === 1 && found[0].is_served) { location.replace(addressOf(found[0].run) + location.hash); return; }
+  if (found?.length === 1 && found[0].is_served) { location.replace(addressOf(found[0].run)); return; }
   if (found) {
     state = { ...state, word: `${found.length} runs`, mood: "idle" };
     put("link", "");
     put("state", state.word);
     $("no-runs").hidden = found.length > 0;
     fill($("runs"), found, () => found.map((run) => {
-      const name = element("th", "", run.is_served ? link(addressOf(run.run) + location.hash, run.run) : run.run);
+      const name = element("th", "", run.is_served ? link(addressOf(run.run), run.run) : run.run);
       name.scope = "row";
       if (!run.is_served) name.append(worded("small", "", `\`archipelago dash ${run.run}\` opens it`));
       const texts = { model: run.model || dash, round: count(run.round), step: run.steps ? `${count(run.step)} of ${count(run.steps)}` : dash,
@@ -555,9 +429,4 @@ if (inlined) {
   addEventListener("hashchange", () => { showTab(); writeState(); Charts.again(); });
 } else if (runHere) {
   read();
-  const fragment = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (fragment) history.replaceState(null, "", location.pathname + location.search);
-  const known = fragment ?? kept?.getItem("token");
-  if (known) unlock(known, true);
-  showKnobs();
 } else readRuns();

@@ -23,7 +23,6 @@ from tests.conftest import Until
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
-TOKEN = "open-sesame"  # noqa: S105 - only for tests
 MANIFEST = samples.manifest()
 NAMES = [*(f"island-{n}" for n in range(15)), "A" * 64]
 TROUBLE = "thin link at 3.2 Mbit/s up, 12.0 Mbit/s down: fewer bits, interval 2.0x"
@@ -92,7 +91,7 @@ def transport() -> MemoryTransport:
 @pytest.fixture
 def address(transport: MemoryTransport) -> Iterator[str]:
     """Serve the page of that run, and yield its address."""
-    with serving(Boards(Watcher(transport)), TOKEN, "127.0.0.1", 0) as found:
+    with serving(Boards(Watcher(transport)), "127.0.0.1", 0) as found:
         yield f"{found}/runs/sample"
 
 
@@ -134,11 +133,6 @@ class Page:
         """Return the new errors of its scripts."""
         entries = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
-
-    def type_into(self, place: str, words: str) -> None:
-        field = self.driver.find_element("css selector", place)
-        field.clear()
-        field.send_keys(words)
 
     def click(self, place: str) -> None:
         self.run("document.querySelector(arguments[0]).click()", place)

@@ -1,4 +1,4 @@
-"""The dashboard in a browser: it updates live, survives restarts, fits a phone, is readable, and steers a run."""
+"""The dashboard in a browser: it updates live, survives restarts, fits a phone and is readable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.report import html, of_watch
 from tests import samples
 from tests.conftest import Until
-from tests.ops.dashboard.conftest import NAMES, TOKEN, TROUBLE, Page, close_round
+from tests.ops.dashboard.conftest import NAMES, TROUBLE, Page, close_round
 
 pytestmark = pytest.mark.full  # These tests drive a browser.
 
@@ -141,7 +141,7 @@ def test_everything_fits_on_each_screen_and_is_readable_in_both_themes(page: Pag
         for tab, charts, texts in (
             ("", 2, 30), ("/islands", 1, 100), ("/sync", 2, 20), ("/events", 0, 20), ("/settings", 0, 60),
         ):  # fmt: skip
-            page.open(f"{address}{tab}?theme={theme}#token={TOKEN}", charts)
+            page.open(f"{address}{tab}?theme={theme}", charts)
             page.until(lambda: page.text("#run") == "sample", "the page is filled")
             assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [pixels, pixels], tab
             assert page.run(WIDER) == [], (tab, pixels)
@@ -166,12 +166,12 @@ def violations(page: Page) -> list[tuple[str, str]]:
 
 
 def test_the_page_survives_a_restart_of_its_server(page: Page, transport: MemoryTransport, until: Until) -> None:
-    with serving(Boards(Watcher(transport)), TOKEN, "127.0.0.1", 0) as first:
+    with serving(Boards(Watcher(transport)), "127.0.0.1", 0) as first:
         page.open(f"{first}/runs/sample")
         port = int(first.rpartition(":")[2])
     until(lambda: "does not answer" in page.text("#banner"), "the page says that it hears nothing")
     close_round(transport, 41)
-    with serving(Boards(Watcher(transport)), TOKEN, "127.0.0.1", port):
+    with serving(Boards(Watcher(transport)), "127.0.0.1", port):
         until(lambda: page.text("#step-sub").startswith("round 41"), "the page goes on")
         until(lambda: not page.is_shown("#banner"), "all is well again")
 
@@ -187,73 +187,9 @@ def test_a_report_is_one_file_that_needs_no_network(
     assert page.text("#bits") == "2.1250"
     assert page.line("chart-islands")[0] == [*range(1, 41), 40]  # The last point is the present.
     assert "</script>" in page.text("#events")
-    assert not page.is_shown("#steer")
     assert "synchronised 20 times" in page.text("#about")
     page.driver.get(f"{path.as_uri()}#settings")
     until(lambda: page.is_shown("#settings-rows"), "the tab is in the address")
     assert page.run("return window.evil === undefined")
     assert page.run("return performance.getEntriesByType('resource').length") == 0
     assert page.complaints() == []
-
-
-# -- steering ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_action_needs_the_token(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
-    page.open(f"{address}/settings", charts=0)
-    assert not page.is_shown("#merging")
-    assert not page.is_shown(".actions")
-    page.type_into("#token", "wrong")
-    page.click("#unlock button")
-    until(lambda: page.text("#answer") != "", "the page reports it")
-    assert not page.is_shown("#merging")
-    page.run("document.querySelector('#answer').textContent = ''; steer({merging: 'paused'})")
-    until(lambda: page.text("#answer") != "", "the server refuses it")
-    assert transport.reader.control() == {}
-    page.type_into("#token", TOKEN)
-    page.click("#unlock button")
-    until(lambda: page.is_shown("#merging"), "the knobs are there")
-    page.click("#merging")
-    until(lambda: transport.reader.control() == {"merging": "paused"}, "merging is paused")
-    until(lambda: "paused" in page.text("#answer"), "the answer confirms it")
-    until(lambda: page.text("#state") == "paused", "the page shows it")
-    until(lambda: page.text("#merging") == "Resume merging", "the button turns")
-    page.click("#merging")
-    until(lambda: transport.reader.control() == {}, "merging goes on")
-    page.open(f"{address}/settings", charts=0)
-    until(lambda: page.is_shown("#merging"), "this window remembers the token")
-    page.click("#forget")
-    assert not page.is_shown("#merging")
-
-
-def test_settings_and_islands_are_steered(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
-    page.open(f"{address}/settings#token={TOKEN}", charts=0)
-    assert TOKEN not in page.driver.current_url
-    until(lambda: page.is_shown("#merging"), "the address holds the token")
-    until(lambda: page.run("return document.querySelector('#k-rate').value") == "0.7", "the run's own")
-    page.type_into("#k-rate", "fast")
-    page.click("[data-name='outer.learning_rate'] button")
-    until(lambda: "fast" in page.text("#answer"), "a wrong value is explained")
-    until(lambda: "fast" in page.text("#why-k-rate"), "beside its field")
-    assert page.run("return document.querySelector('#k-rate').getAttribute('aria-invalid')") == "true"
-    assert transport.reader.control() == {}
-    page.type_into("#k-rate", "0.5")
-    page.click("[data-name='outer.learning_rate'] button")
-    until(lambda: transport.reader.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
-    until(lambda: not page.is_shown("#why-k-rate"), "the field is good again")
-    until(lambda: "0.5 (steered" in page.text("#settings-rows"), "the settings show it")
-    own = "[data-name='outer.learning_rate'] [data-own]"
-    until(lambda: not page.run("return document.querySelector(arguments[0]).disabled", own), "it is shown")
-    page.click(own)
-    until(lambda: transport.reader.control() == {}, "and taken back")
-    page.open(f"{address}/islands", charts=1)
-    until(lambda: page.is_shown(".actions"), "the token is still known")
-    deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('tr').querySelectorAll('.actions button')"
-    page.run(f"{deeds}[1].click()")
-    assert transport.reader.control() == {}  # The button asks for confirmation first.
-    # On a slow machine the time to confirm may be over by now. The button then asks again.
-    page.run(f"const it = {deeds}[1]; if (it.textContent !== 'confirm?') it.click(); it.click()")
-    until(lambda: transport.reader.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
-    until(lambda: page.run(f"return {deeds}[2].checkVisibility()"), "the island can be readmitted")
-    page.run(f"{deeds}[2].click(); {deeds}[2].click()")
-    until(lambda: transport.reader.control() == {}, "the island is readmitted")

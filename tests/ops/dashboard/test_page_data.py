@@ -15,7 +15,6 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.app import _sentences
 from archipelago.ops.dashboard.page_data import to_json
 from archipelago.ops.watch.reading import observe
 from tests import samples
@@ -23,11 +22,9 @@ from tests import samples
 MANIFEST = samples.manifest()
 
 
-def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
+def test_every_value_becomes_valid_json() -> None:
     text = to_json({"a": [float("nan"), float("inf"), 1.0, 0.123456789, 1.7e9 + 0.25], "b": (True, None, "x", 7)})
     assert json.loads(text) == {"a": [None, None, 1, 0.12346, 1_700_000_000], "b": [True, None, "x", 7]}
-    said = _sentences({"merging": "", "island.b": "expel", "checkpoint": "1"})
-    assert len(said.split(", ")) == 3, "words for each change"
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
