@@ -78,7 +78,7 @@ def test_listeners_survive_kills_of_redis_and_mergers(processes: Processes, tmp_
     up = processes.start(
         "up",
         "--run=followed",
-        "--islands=2",
+        "--islands=1",
         "--shards=2",
         "--no-one-process",
         "--inner.steps=1000000",

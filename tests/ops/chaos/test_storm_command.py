@@ -61,7 +61,7 @@ def stormed(processes: Processes, faults: str, *flags: str) -> Mapping[str, Any]
     """Run a storm over two islands and return its report. Assert invariants, and no speeds, which depend on load."""
     (processes.folder / "faults.jsonl").write_text(faults)
     found = processes.run(
-        "chaos", *flags, "--islands=2", "--settle-seconds=120", "--checkpoint-every=2", "--step-seconds=0.03",
+        "chaos", "--islands=2", "--settle-seconds=120", "--checkpoint-every=2", *flags,
         "--schedule", str(processes.folder / "faults.jsonl"),
     )  # fmt: skip
     assert found["holds"] and all(check["holds"] for check in found["checks"]), found["checks"]
@@ -75,8 +75,9 @@ def stormed(processes: Processes, faults: str, *flags: str) -> Mapping[str, Any]
 def test_a_task_survives_every_kind_of_fault(processes: Processes, tmp_path: Path) -> None:
     task = str(EXAMPLES / "task_bytes.py")
     found = stormed(
-        processes, FAULTS, "--task", task, "--standbys=1", "--no-undisturbed", "--seconds=15", "--sync.interval=12"
-    )
+        processes, FAULTS, "--task", task, "--standbys=1", "--no-undisturbed", "--seconds=15", "--step-seconds=0.1",
+        "--sync.interval=12",
+    )  # fmt: skip
     assert {(event["process"], event["what"]) for event in found["events"]} >= EVENTS
     assert found["seconds"] < 15 + 120, "the processes did not recover"
     (rejoin,) = [one for one in found["rejoins"] if one["island"] == "island-0"]
@@ -100,7 +101,7 @@ def test_a_task_survives_every_kind_of_fault(processes: Processes, tmp_path: Pat
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_script_of_the_guide_survives_kills(processes: Processes) -> None:
-    found = stormed(processes, KILLS, "--script", str(EXAMPLES / "train_jax.py"), "--seconds=4")
+    found = stormed(processes, KILLS, "--script", str(EXAMPLES / "train_jax.py"), "--seconds=4", "--step-seconds=0.03")
     (rejoin,) = found["rejoins"]
     assert rejoin["start_seconds"] > 0
     assert found["held_out_loss"] is None
