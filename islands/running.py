@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.prepared import PreparedIsland
-    from archipelago.islands.team.hosts import HostLeader
+    from archipelago.islands.team.jax_team import JaxTeam
     from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ def run_island(
     options: IslandOptions,
     stopped: Callable[[], bool],
     prepared: PreparedIsland | None = None,
-    leader: HostLeader | None = None,
+    team: JaxTeam | None = None,
 ) -> int:
     name = island_name(options.url, options.name, "--name")
     origin = options.log_as(name, options.run, island=name)
     require_valid(options)
-    summary = WorkerRun(options, name, stopped, origin, prepared, leader).train()
+    summary = WorkerRun(options, name, stopped, origin, prepared, team).train()
     if options.json:
         print_json(summary)
     if summary["state"] == "replaced":
@@ -73,7 +73,7 @@ class WorkerRun(Membership):
         stopped: Callable[[], bool],
         origin: Origin,
         standby: PreparedIsland | None = None,
-        leader: HostLeader | None = None,
+        team: JaxTeam | None = None,
     ) -> None:
         """Note what to join.
 
@@ -83,13 +83,13 @@ class WorkerRun(Membership):
             stopped: Whether a signal has arrived.
             origin: The origin of log lines, which takes the run's name.
             standby: What a standby has prepared.
-            leader: The leader of the hosts, on several hosts.
+            team: The processes of an island over several hosts, which this one leads.
         """
         # The time before a standby's assignment does not count.
         self._times = [time.process_time() if standby else 0.0]
         super().__init__(options.run or "", lambda: name, options.connect, options.patience(stopped))
         self._options, self._stopped, self._origin = options, stopped, origin
-        self._standby, self._leader, self._step_seconds_min = standby, leader, options.step_seconds_min
+        self._standby, self._team, self._step_seconds_min = standby, team, options.step_seconds_min
         self._health = Health()
         options.answer_probes(self._health)
         self._state = ""
@@ -136,8 +136,8 @@ class WorkerRun(Membership):
         task = own_task(options, manifest)
         bucket = own_bucket(options, manifest.run, name)
         keep_compiled()
-        if self._leader is not None:
-            self._leader.assemble(manifest)
+        if self._team is not None:
+            self._team.share_manifest(manifest)
 
         from archipelago.islands.checkpoint import IslandStore
         from archipelago.islands.prepared import prepared_for
@@ -146,8 +146,9 @@ class WorkerRun(Membership):
         self._times.append(time.process_time())
         with progress("opening the data and building the model"):
             self._prepared = prepared_for(options, manifest, task, self._standby)
-        if self._leader is not None:
-            self._prepared.team = self._leader.await_prepared()
+        if self._team is not None:
+            self._team.agree()
+            self._prepared.team = self._team
         with suppress(OSError):  # An island trains without checkpoints where it cannot write.
             make_untracked(folder)
         self._store = IslandStore(folder, manifest, bucket)

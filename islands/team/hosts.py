@@ -13,12 +13,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from archipelago.broker.errors import ArchipelagoError, HostError
-from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import logs
 from archipelago.broker.process import FAILED, INTERRUPTED, OUTAGE, keep_compiled, supervised_status
 from archipelago.islands.options import IslandOptions, own_task, require_valid
 from archipelago.islands.running import end_of_imports, run_island
-from archipelago.islands.team.protocol import Said, leader_left
+from archipelago.islands.team.protocol import OTHER_FAILED, Said, leader_left
 from archipelago.islands.team.ranks import HostRank, alike
 
 if TYPE_CHECKING:
@@ -97,54 +96,20 @@ def connected(options: IslandOptions, here: HostRank) -> JaxTeam:
             signal.signal(number, handler)
 
 
-class HostLeader:
-    """The leader of an island over several hosts, as its worker sees it.
-
-    Attributes:
-        team: The processes, while the others wait for what the leader says.
-    """
-
-    team: JaxTeam | None = None
-
-    def __init__(self, options: IslandOptions, here: HostRank) -> None:
-        """Note the flags and the rank of this process."""
-        self._options, self._here = options, here
-
-    def assemble(self, manifest: Manifest) -> None:
-        """Wait for the others, and tell them which run it is. Raises the errors of `connected`."""
-        self.team = connected(self._options, self._here)
-        self.team.share_manifest(manifest)
-
-    def await_prepared(self) -> JaxTeam:
-        """Return the processes once they are prepared. Raises ConfigError (`hosts.failed`) if one cannot train."""
-        team, self.team = self.team, None
-        assert team is not None  # noqa: S101 - they have come
-        team.agree()
-        self.team = team
-        return team
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a signal has stopped one of the other processes. All of them then leave together."""
-        return self.team is not None and self.team.is_stopping
-
-    def end(self, said: Said) -> None:
-        """Tell the others how the island has ended."""
-        if self.team is not None:
-            self.team.exchange(said)
-
-
 def _lead(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
-    leader = HostLeader(options, here)
+    options.log_as(f"host-{here.rank}", options.run)
+    keep_compiled()
+    team = connected(options, here)
     try:
-        status = run_island(options, lambda: stopped() or leader.is_stopping, leader=leader)
+        status = run_island(options, lambda: stopped() or team.is_stopping, team=team)
     except BaseException as error:
         try:
-            leader.end(Said(has_left=_status(error)))
-        except (RuntimeError, ValueError):  # the others have ended
+            if getattr(error, "code", "") != OTHER_FAILED:  # then the others have ended
+                team.exchange(Said(has_left=_status(error)))
+        except (RuntimeError, ValueError):  # and so they have here
             _end_now(error)
         raise
-    leader.end(Said(finished=1, about=status))
+    team.exchange(Said(finished=1, about=status))
     return status
 
 
@@ -157,7 +122,7 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
 
     end_of_imports()
     team = connected(options, here)
-    manifest = team.share_manifest(None, team.exchange(Said()).about)
+    manifest = team.share_manifest(None, _led(team.exchange(Said())).about)
     try:
         prepared = prepared_for(options, manifest, own_task(options, manifest))
         sample = prepared.sample()
@@ -170,8 +135,13 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
         said = follow(team, computation, sample, stopped)
     except Exception as error:  # noqa: BLE001 - whatever it is, the leader does not hear of it
         _end_now(error)
+    return _led(said).about
+
+
+def _led(said: Said) -> Said:
+    """Return what the leader has said. Raise an error if it has left because of one."""
     if said.has_left == INTERRUPTED:
         raise KeyboardInterrupt
     if said.has_left:
         raise leader_left(said.has_left)
-    return said.about
+    return said

@@ -21,6 +21,9 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedErr
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import FAILED, OUTAGE
 
+#: The code of the error that another process cannot train.
+OTHER_FAILED = "hosts.failed"
+
 
 class Work(IntEnum):
     """What all processes do together, when the leader says so. What it is about is in `Said`."""
@@ -149,7 +152,7 @@ class Team(ABC):
         """
         found = self.exchange(Said(has_left=status)).has_left
         if found and not status:
-            raise process_left("another process of this island cannot train", "hosts.failed", found)
+            raise process_left("another process of this island cannot train", OTHER_FAILED, found)
 
     def share_manifest(self, manifest: Manifest | None, size: int = 0) -> Manifest:
         """Return the leader's manifest. The others give the size of its message."""
