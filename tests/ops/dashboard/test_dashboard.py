@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.app import application
+from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import FILES, PAGE, Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.reading import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher, observe
@@ -127,6 +130,16 @@ def test_a_foreign_host_name_is_refused(boards: Boards) -> None:
     with TestClient(application(boards, ("localhost", "dash.example"))) as client:
         answers = {host: client.get("/api/runs/sample/view", headers={"host": host}).status_code for host in hosts}
     assert answers == hosts
+
+
+def test_a_foreign_host_name_is_refused_on_every_address(watch: Watcher) -> None:
+    for host in ("127.0.0.1", "0.0.0.0"):  # noqa: S104 - the test is about this address
+        with serving(Boards(watch), host, 0, ["dash.example"]) as address:
+            port = int(address.rpartition(":")[2])
+            for name, status in (("127.0.0.1", 200), ("dash.example", 200), ("evil.example", 400)):
+                with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+                    connection.request("GET", "/healthz", headers={"Host": name})
+                    assert connection.getresponse().status == status, (host, name)
 
 
 def test_all_files_of_the_page_are_served_here(client: TestClient) -> None:
