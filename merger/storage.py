@@ -260,9 +260,9 @@ class MergerFolder:
             return UnknownRunError(error.what, remedy, code="broker.lost")
         return UnknownRunError(
             error.what,
-            f"Continue it from checkpoint {numbers[-1]} of this merger: `archipelago merger --run {run} --resume "
-            f"--folder {shlex.quote(str(self.path.absolute()))}`. Islands that still run go on from there. "
-            "`archipelago init` would begin it from new weights.",
+            f"Continue it from checkpoint {numbers[-1]} of this merger: "
+            f"`archipelago init --run {run} --resume {shlex.quote(str(self.path.absolute()))}`, then start the merger "
+            "again. Islands that still run go on from there. Without --resume, it would begin from new weights.",
             code="broker.resumable",
         )
 

@@ -103,7 +103,7 @@ class StoredRun:
             raise ConfigError(
                 f"version {found} of archipelago has made the run {run!r}; this one has the format {FORMAT}",
                 f"Finish it with archipelago-train {found}. Or stop its processes, delete it (`archipelago rm {run}`), "
-                f"and go on from its last checkpoint: `archipelago merger --run {run} --resume`.",
+                f"and go on from its last checkpoint: `archipelago init --run {run} --resume FOLDER`.",
                 code=OTHER_FORMAT,
             )
 
@@ -131,8 +131,8 @@ class StoredRun:
         )
         if self._has_islands():
             remedy = (
-                "This Redis has lost it: its islands still write heartbeats here. Continue it from a checkpoint: start "
-                "its merger again with --resume."
+                "This Redis has lost it: its islands still write heartbeats here. Continue it from a checkpoint of its "
+                "merger with `archipelago init --resume FOLDER`."
             )
         return UnknownRunError(
             f"there is no run {self._connection.run!r} at {self._connection.where} (runs there: {here})", remedy

@@ -127,8 +127,8 @@ def require_no_islands(transport: Transport) -> None:
     if live:
         raise ConfigError(
             f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
-            "A new run would begin from new weights. To continue theirs, start its merger again with --resume. To give "
-            "it up, stop them and wait 10 s, or repeat this with --replace.",
+            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
+            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
             code="init.islands-live",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +14,10 @@ import tyro
 
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
+from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import MismatchError, RunExistsError, UnknownRunError
+from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
@@ -27,6 +28,7 @@ from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
+from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
 
@@ -49,6 +51,10 @@ class InitOptions:
     """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/tasks.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes."""
+    resume: str | None = None
+    """Continue a run that its Redis has lost, from the newest checkpoint in the folder of its merger, such as
+    runs/RUN/merger, or in a bucket, such as s3://BUCKET/FOLDER/RUN/merger. The run keeps its own settings.
+    """
     shards: int = 1
     """How many mergers share the work. Each merges fragments of its own, so a model that is too large for one merger
     needs several. One process serves all shards until others come (docs/guide/scaling.md#shards)."""
@@ -63,9 +69,12 @@ def main(options: InitOptions) -> int:
     """Create the run, or report that it exists already."""
     config = checked(options.settings)
     transport = connect_to(options.url, checked_name(options.run, "the run name"))
-    manifest, created = create(
-        transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards
-    )
+    if options.resume is not None:
+        manifest, created = resume(transport, options.resume), True
+    else:
+        manifest, created = create(
+            transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards
+        )
     if options.json:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
@@ -73,8 +82,12 @@ def main(options: InitOptions) -> int:
         done = "created" if created else "exists already, with this config"
         if not created and not transport.reader.is_served() and (why := refusal(transport.reader)):
             say(f"warning: its merger does not serve it: {why}")
+        if options.resume is not None:
+            shown = redacted(options.resume) if is_address(options.resume) else options.resume
+            done = f"continues from the newest checkpoint in {shown}"
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
-        say(f"  data: {text_of(manifest)}")
+        if options.resume is None:  # only the machines of islands need the text of a run that continues
+            say(f"  data: {text_of(manifest)}")
         for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest, options.task):
             say(f"  {line}")
     return 0
@@ -100,6 +113,31 @@ def next_steps(url: str, manifest: Manifest, task: str | None = None) -> list[st
         f"archipelago merger --run {run}   # on one machine; a second one stands by",
         f"{island}   # for every device, on any machine",
     ]
+
+
+def resume(transport: Transport, folder: str) -> Manifest:
+    """Create the run from the newest checkpoint in a merger's folder, here or in a bucket, and return its manifest.
+
+    Raises:
+        ConfigError: The folder holds no checkpoint (`init.no-checkpoint`).
+        BucketError: The bucket cannot be read.
+        RunExistsError: The Redis has the run.
+        UnknownRunError: The checkpoint is of another run (`broker.other-run`).
+    """
+    try:
+        with fetched(folder) if is_address(folder) else nullcontext(MergerFolder(Path(folder))) as kept:
+            manifest = kept.bring_back(transport)
+    except RunExistsError as error:
+        remedy = "It needs no checkpoint: start `archipelago merger`, and it goes on from where it is."
+        raise RunExistsError(error.what, remedy) from None
+    if manifest is None:
+        raise ConfigError(
+            f"{folder} holds no checkpoint of a merger",
+            "Name the folder that `archipelago merger` had as --folder: it holds a folder `checkpoints`. The default "
+            "is runs/RUN/merger, below the folder in which the merger was started.",
+            code="init.no-checkpoint",
+        )
+    return manifest
 
 
 def text_of(manifest: Manifest) -> str:

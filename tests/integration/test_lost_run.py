@@ -60,11 +60,11 @@ class LostRun(TinyRun):
 
     def resume(self) -> None:
         """Continue the run from its checkpoint with a new merger."""
-        self.folder.find_or_bring_back(self.redis, resume=True)
+        assert init.main(self.options(resume=str(self.folder.path))) == 0
         self.serve()
 
-    def options(self) -> InitOptions:
-        return InitOptions(url=self.url, run="tiny")
+    def options(self, resume: str | None = None) -> InitOptions:
+        return InitOptions(url=self.url, run="tiny", resume=resume)
 
     def describe(self, island: Island) -> None:
         """Let an island describe itself as it is now, although it has done so a short time ago."""
@@ -99,13 +99,15 @@ def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp
     assert lost.merger.state.closed > lost.closed
     assert lost.redis.reader.uid() == lost.manifest.uid
     with failing(RunExistsError):
-        lost.folder.bring_back(lost.redis)
+        init.main(lost.options(resume=str(lost.folder.path)))
     lost.redis.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
     lost.trained.link.pump()
     assert lost.trained.link.pumps.failure is None, "a damaged uid is no other run"
 
 
 def test_a_new_run_does_not_replace_living_islands(lost: LostRun, tmp_path: Path) -> None:
+    with failing(ConfigError, "init.no-checkpoint"):
+        init.main(lost.options(resume=str(tmp_path / "empty")))
     with failing(ConfigError, "init.islands-live"):
         init.main(lost.options())
     assert lost.redis.reader.runs() == []

@@ -46,7 +46,8 @@ MISTAKES = [
     ("up --run ../x", "config.name"),
     # settings
     ("init RUNS NEW --run alpha", "config.other-settings"),
-    ("merger NONE --run lost --resume --bucket s4://bucket/runs", "bucket.scheme"),
+    ("init NONE NEW --resume empty", "init.no-checkpoint"),
+    ("init NONE --run lost --resume s4://bucket/runs/lost", "bucket.scheme"),
     ("init NONE NEW --model.size huge", "model.unknown"),
     ("init NONE NEW --model.vocabulary 100", "config.value"),
     ("init NONE NEW --sync.fragments 99999", "config.value"),
