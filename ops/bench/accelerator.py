@@ -184,7 +184,7 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
         os.sched_setaffinity(server.pid, others)
         with child(create_run, server.url, config) as creating:
             creating.receive()
-        held.enter_context(child(serve_merger, server.url, RUN, others, 1, 0, options.spectra)).receive()
+        held.enter_context(child(serve_merger, server.url, RUN, others, 1, 0, False, options.spectra)).receive()
         say(f"{_what(config)}: steps with syncing and without take turns")
         with child(sync_and_not, server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())) as trainer:
             for number in range(pairs):
@@ -207,7 +207,7 @@ def torch_turns(config: RunConfig, options: AcceleratorOptions) -> TorchTurns | 
     with own_redis() as server, child(sync_in_torch, server.url, mine, config, pairs, seconds) as looping:
         os.sched_setaffinity(server.pid, others)
         looping.receive()
-        with child(serve_merger, server.url, RUN, others, 1, 0, options.spectra) as merger:
+        with child(serve_merger, server.url, RUN, others, 1, 0, False, options.spectra) as merger:
             merger.receive()
             looping.pipe.send("served")
             found: TorchTurns = looping.receive()

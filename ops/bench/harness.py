@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -158,6 +161,101 @@ def halves_of_the_cores() -> tuple[set[int], set[int]]:
     return (set(cores[half:]), set(cores[:half])) if half else (set(cores), set(cores))
 
 
+# -- where the time of a sync goes ------------------------------------------------------------------------------------
+
+_ISLANDS, _MERGER, _REDIS = "archipelago.islands.sync", "archipelago.merger", "archipelago.broker.redis"
+
+#: The functions of an island, each with the name of its piece, in the order of a sync.
+OF_ISLAND = {
+    f"{_ISLANDS}.replica:Replica.measure": "quantise",
+    f"{_ISLANDS}.connection.outbox:body_of": "wait for the device and copy",
+    f"{_ISLANDS}.connection.outbox:pack_body": "compress",
+    f"{_ISLANDS}.connection.outbox:digest": "digest",
+    f"{_REDIS}.islands:RedisIsland.publish": "upload",
+    f"{_REDIS}.reader:RedisReader.difference": "download the difference",
+    "archipelago.broker.wire:Unpacking.arrived": "decode and add",
+    f"{_ISLANDS}.connection.downloads:digest_of": "digest of the parameters",
+    f"{_ISLANDS}.replica:Replica.prepare": "copy to the device",
+    f"{_ISLANDS}.replica:Replica.adopt": "adopt",
+}
+#: The same for the merger.
+OF_MERGER = {
+    f"{_REDIS}.updates:UpdatesConsumer.new": "wait for contributions",
+    f"{_REDIS}.chunks:ChunkStore.fetch": "download",
+    f"{_MERGER}.round_merge:is_digest": "digest",
+    f"{_MERGER}.round_merge:unpack_encoded": "decompress",
+    f"{_MERGER}.merge_rules:norms": "check",
+    f"{_MERGER}.merge_rules:accumulate": "decode and add",
+    f"{_MERGER}.round_merge:judge": "compare contributions",
+    f"{_MERGER}.merge_rules:finish": "merge",
+    f"{_MERGER}.spectra:Spectra.change": "spectra",
+    f"{_MERGER}.round_merge:outer_step": "outer step",
+    f"{_MERGER}.round_merge:publish": "quantise the difference",
+    f"{_MERGER}.service:build_commit": "encode the commit",
+    f"{_REDIS}.chunks:ChunkStore.place": "upload",
+    f"{_REDIS}.merger:RedisMerger.commit": "commit",
+}
+WHOLE = "whole process"
+
+
+class Spent(NamedTuple):
+    """What calls have taken: their number, seconds, and seconds of processor time."""
+
+    calls: float = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def plus(self, other: Spent, sign: int = 1) -> Spent:
+        """Return the sum of both, or with a `sign` of -1 the difference."""
+        return Spent(*(mine + sign * theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def __sub__(self, other: Spent) -> Spent:
+        return self.plus(other, -1)
+
+
+class Pieces:
+    """Counts the time of functions by name of their piece. Replaces the functions in their modules for good.
+
+    A function's time excludes that of named functions which it calls. Processor time is that of the calling thread; the
+    threads of XLA and numpy count only in the row of the whole process.
+
+    Args:
+        places: The name of the piece of each function, which is written `module:attribute` or `module:Class.attribute`.
+        seconds: The time, and that of the calling thread on a processor.
+    """
+
+    def __init__(self, places: Mapping[str, str], *seconds: Callable[[], float]) -> None:
+        self._seconds = seconds or (time.perf_counter, time.thread_time)
+        self._spent = dict.fromkeys(places.values(), Spent())
+        self._lock, self._local = threading.Lock(), threading.local()
+        for place, name in places.items():
+            module, _, path = place.partition(":")
+            *owners, attribute = path.split(".")
+            owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+            setattr(owner, attribute, self._timed(name, getattr(owner, attribute)))
+
+    def spent(self) -> dict[str, Spent]:
+        """Return what each piece has taken since the beginning, and last the whole process."""
+        with self._lock:
+            return {**self._spent, WHOLE: Spent(1, time.perf_counter(), time.process_time())}
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            outer, self._local.inner = getattr(self._local, "inner", Spent()), Spent()
+            began = Spent(0, *(clock() for clock in self._seconds))
+            try:
+                return function(*arguments, **named)
+            finally:
+                taken = Spent(1, *(clock() for clock in self._seconds)) - began
+                with self._lock:
+                    before, inner = self._spent[name], self._local.inner
+                    self._spent[name] = before - (inner - taken)
+                self._local.inner = Spent(0, outer.seconds + taken.seconds, outer.cpu_seconds + taken.cpu_seconds)
+
+        return timed
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 #: The incarnation of all islands of a measurement.
@@ -182,15 +280,17 @@ def serve_merger(
     cores: Collection[int] = (),
     processes: int = 1,
     threads: int = 0,
+    counts_pieces: bool = False,
     spectra: str = "cpu",
 ) -> None:
-    """The merger's process: say "ready", and serve until it is killed.
+    """The merger's process: say "ready", serve until it is killed, and answer any message with the time of its pieces.
 
     Args:
         pipe, url, run: The parent, and a run that exists.
         cores: The only cores to use; empty for all.
         processes: The processes that share these cores.
         threads: The threads that change spectra; 0 for the default.
+        counts_pieces: Whether to count the time of the pieces of a merge.
         spectra: Where large spectra are changed, as for `archipelago merger`.
     """
     if cores:
@@ -204,12 +304,20 @@ def serve_merger(
     from archipelago.merger.serving import has_ended_here, merger_name, serve
     from archipelago.merger.spectra import by_xla
 
+    pieces = Pieces(OF_MERGER if counts_pieces else {})
     merger = Merger(
         connect(url, run), holder=merger_name(), threads=threads, is_gone=has_ended_here, executor=in_background,
         compiled=Accelerator() if spectra == "gpu" else by_xla,
     )  # fmt: skip
     pipe.send("ready")
-    serve(merger, lambda: False)
+
+    def stopped() -> bool:
+        if pipe.poll():
+            pipe.recv()
+            pipe.send(pieces.spent())
+        return False
+
+    serve(merger, stopped)
 
 
 def manifest_of(run: str, config: RunConfig, tensors: Sequence[Tensor], fragments: Sequence[Sequence[str]]) -> Manifest:

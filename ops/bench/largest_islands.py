@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.replica import Replica
-from archipelago.ops.bench.harness import INCARNATION, cpu_seconds, first_version, heartbeat_of, manifest_of
+from archipelago.ops.bench.harness import INCARNATION, Spent, cpu_seconds, first_version, heartbeat_of, manifest_of
 
 RUN = "bench-largest"
 BEAT_SECONDS = 1.0
@@ -46,14 +45,6 @@ def config_of(fragments: int, islands: int) -> RunConfig:
         outer=OuterConfig(rule="nesterov"),
         wire=WireConfig(up="int4", thin="", down="int4"),
     )
-
-
-class Spent(NamedTuple):
-    """What a part of a pass has taken: the number of calls, seconds, and seconds of processor time."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
 
 
 class WireIslands:
@@ -89,8 +80,7 @@ class WireIslands:
         began, used = time.perf_counter(), time.process_time()
         work()
         seconds, own = time.perf_counter() - began, time.process_time() - used
-        before, taken = self.spent[part], cpu() if cpu else own
-        self.spent[part] = Spent(before.calls + 1, before.seconds + seconds, before.cpu_seconds + taken)
+        self.spent[part] = self.spent[part].plus(Spent(1, seconds, cpu() if cpu else own))
 
     def hear(self, kind: type[Resume | Snapshot]) -> None:
         """Send heartbeats, and listen until an event of this kind arrives. Fetch no payload yet.

@@ -38,7 +38,10 @@ from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.ops.bench.harness import (
+    OF_ISLAND,
     MeasuredProcess,
+    Pieces,
+    Spent,
     child,
     first_version,
     manifest_of,
@@ -85,6 +88,8 @@ class SyncOptions(OutputOptions):
     """Play fewer rounds."""
     rule: Rule = "isotropic"
     """The merge rule. torchft's is `average`."""
+    pieces: bool = False
+    """Show where the time of a sync on loopback goes, instead of a comparison."""
     parameters: int = PARAMETERS
     """How many elements the model has."""
 
@@ -106,6 +111,8 @@ class SyncOptions(OutputOptions):
 
 def main(options: SyncOptions) -> int:
     """Measure, and write the results."""
+    if options.pieces:
+        return finish("sync-pieces", in_pieces(options), options)
     return finish("sync", sync(options), options)
 
 
@@ -115,6 +122,32 @@ class Synced(NamedTuple):
     seconds: float
     committed: bool
     megabytes: float = math.nan
+
+
+def in_pieces(options: SyncOptions) -> dict[str, Any]:
+    """Measure where the time of a sync goes.
+
+    Returns:
+        Plain data with `rows`: for each piece of the merger and of one island, the calls, the milliseconds and the
+        milliseconds of processor time of a sync, and the milliseconds as a share of a sync. Pieces of several threads
+        and processes run at the same time.
+    """
+    with two_islands(options) as ours:
+        for _ in range(WARM_UPS):
+            ours.sync()
+        before = ours.spent()
+        seconds = statistics.fmean(ours.sync().seconds for _ in range(options.rounds))
+        after = ours.spent()
+    say(f"a sync takes {seconds:.3f} s, mean of {options.rounds}")
+    rows = []
+    for process, earlier, later in zip(("merger", "island"), before, after, strict=True):
+        for piece, spent in later.items():
+            calls, wall, cpu = (each / options.rounds for each in spent - earlier[piece])
+            rows.append({
+                "process": process, "piece": piece, "calls": calls, "ms": 1e3 * wall, "cpu_ms": 1e3 * cpu,
+                "share": wall / seconds,
+            })  # fmt: skip
+    return {"parameters": sum(tensor.size for tensor in options.tensors), "seconds": seconds, "rows": rows}
 
 
 def sync(options: SyncOptions) -> dict[str, Any]:
@@ -175,13 +208,13 @@ def two_islands(options: SyncOptions) -> Iterator[TwoIslands]:
         held.callback(made.close)
         _create_run(made, options)
         # While the merger works, the islands wait, so its spectra may use all cores.
-        merger = held.enter_context(child(serve_merger, server.url, RUN, (), PROCESSES, usable_cores()))
+        merger = held.enter_context(child(serve_merger, server.url, RUN, (), PROCESSES, usable_cores(), options.pieces))
         merger.receive(PATIENCE_SECONDS)
-        islands = [held.enter_context(child(_train, server.url, name)) for name in ISLANDS]
+        islands = [held.enter_context(child(_train, server.url, name, options)) for name in ISLANDS]
         for island in islands:
             island.receive(2 * PATIENCE_SECONDS)
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
-        found = TwoIslands(made, islands)
+        found = TwoIslands(made, merger, islands)
         # The merger may close the first rounds before it knows both islands.
         wait_until(lambda: found.sync().committed, "sync of both islands", PATIENCE_SECONDS)
         yield found
@@ -204,8 +237,8 @@ def _create_run(transport: Transport, options: SyncOptions) -> None:
 class TwoIslands:
     """The run seen from outside: commands to its islands, and what Redis says about it."""
 
-    def __init__(self, transport: Transport, islands: Sequence[MeasuredProcess]) -> None:
-        self.transport, self.islands = transport, islands
+    def __init__(self, transport: Transport, merger: MeasuredProcess, islands: Sequence[MeasuredProcess]) -> None:
+        self.transport, self.merger, self.islands = transport, merger, islands
 
     def sync(self) -> Synced:
         """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
@@ -213,6 +246,11 @@ class TwoIslands:
         ends = _ask(self.islands, "sync")
         seconds = max(end.at for end in ends) - min(end.began for end in ends)
         return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6)
+
+    def spent(self) -> tuple[dict[str, Spent], dict[str, Spent]]:
+        """Return what the pieces of the merger and of the first island have taken since they started."""
+        merger, island = _ask((self.merger, self.islands[0]), "pieces")
+        return merger, island
 
     def _both_in_all(self) -> bool:
         """Return whether both islands are in the newest round of every fragment."""
@@ -237,10 +275,11 @@ def _ask(processes: Sequence[MeasuredProcess], command: str) -> list[Any]:
     return [process.receive(2 * PATIENCE_SECONDS) for process in processes]
 
 
-def _train(pipe: Connection, url: str, name: str) -> None:
+def _train(pipe: Connection, url: str, name: str, options: SyncOptions) -> None:
     """An island's process: obey commands."""
     # as the launcher does, and before JAX looks at its devices
     os.environ |= {**thread_environment(PROCESSES), **memory_share(len(ISLANDS))}
+    pieces = Pieces(OF_ISLAND if options.pieces else {})
     return_freed_memory()  # The real island does this too.
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
@@ -253,12 +292,15 @@ def _train(pipe: Connection, url: str, name: str) -> None:
     island.beat("training")
     pipe.send("ready")
     while True:
-        if pipe.recv() == "sync":
-            pipe.send(_synced(island))
-        else:
-            island.advance()
-            jax.block_until_ready(island.inner.params)  # type: ignore[no-untyped-call]
-            pipe.send("advanced")
+        match pipe.recv():
+            case "advance":
+                island.advance()
+                jax.block_until_ready(island.inner.params)  # type: ignore[no-untyped-call]
+                pipe.send("advanced")
+            case "sync":
+                pipe.send(_synced(island))
+            case _:
+                pipe.send(pieces.spent())
 
 
 def _synced(island: Island) -> Counts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from archipelago.broker.codecs import codec
 from archipelago.ops.bench import VERBS, merge
-from archipelago.ops.bench.sync import TORCHFT_PYTHON, SyncOptions, sync
+from archipelago.ops.bench.harness import OF_MERGER
+from archipelago.ops.bench.sync import FRAGMENTS, TORCHFT_PYTHON, SyncOptions, in_pieces, sync
 from archipelago.ops.bench.wire import WireSize, wire
 from archipelago.ops.commands import run
 
@@ -104,3 +106,11 @@ def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch
     assert 0 < ours["from"] <= ours["seconds"] <= ours["to"]
     assert theirs["committed"] == "not run" and TORCHFT_PYTHON in theirs["note"] and math.isnan(theirs["seconds"])
     assert theirs.keys() == ours.keys()
+
+
+def test_the_pieces_of_a_sync_are_measured() -> None:
+    found = in_pieces(replace(TINY, pieces=True))
+    rows = {(row["process"], row["piece"]): row for row in found["rows"]}
+    assert rows.keys() >= {("merger", piece) for piece in OF_MERGER.values()}
+    assert rows["merger", "commit"]["ms"] > 0
+    assert rows["island", "upload"]["calls"] == FRAGMENTS

@@ -1,4 +1,4 @@
-"""What `archipelago bench` measures of processes: a child behind a pipe, memory, processor time and cores.
+"""What `archipelago bench` measures of processes: a child behind a pipe, memory, processor time, cores and functions.
 
 This module imports little, because the children of its tests import it, too.
 """
@@ -8,14 +8,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
 
 from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench.harness import (
+    OF_ISLAND,
+    OF_MERGER,
+    WHOLE,
+    Pieces,
+    Spent,
     child,
     cpu_seconds,
     forget_peak,
@@ -23,6 +30,7 @@ from archipelago.ops.bench.harness import (
     peak_bytes,
     wait_until,
 )
+from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.failing import failing
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory and processor time are read from /proc")
@@ -81,3 +89,40 @@ def test_the_measured_process_and_its_peers_share_no_core() -> None:
     mine, others = halves_of_the_cores()
     assert mine | others == os.sched_getaffinity(0)
     assert mine.isdisjoint(others) or len(mine) == 1
+
+
+# -- the time of named functions: their own, without that of named functions which they call -------------------------
+
+NAME = "archipelago_test_of_pieces"
+
+
+def test_a_piece_excludes_the_pieces_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = VirtualClock(), types.ModuleType(NAME)
+
+    class Outer:
+        def run(self) -> str:
+            clock.now += 1.0
+            made.inner(2.0)
+            made.inner(3.0)
+            return "done"
+
+    def inner(seconds: float) -> None:
+        clock.now += seconds
+
+    made.__dict__.update(Outer=Outer, inner=inner)
+    monkeypatch.setitem(sys.modules, NAME, made)
+    counted = Pieces({f"{NAME}:Outer.run": "outer", f"{NAME}:inner": "inner"}, lambda: 2 * clock(), clock)
+    assert Outer().run() == "done"
+    made.inner(4.0)
+    found = counted.spent()
+    assert (found["outer"], found["inner"]) == (Spent(1, 2.0, 1.0), Spent(3, 18.0, 9.0))
+    assert found.keys() == {"outer", "inner", WHOLE}
+
+
+def test_the_named_functions_exist() -> None:
+    for place in (*OF_ISLAND, *OF_MERGER):
+        module, _, path = place.partition(":")
+        owner: Any = __import__(module, fromlist=["_"])
+        for name in path.split("."):
+            owner = getattr(owner, name)
+        assert callable(owner)
