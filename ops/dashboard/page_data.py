@@ -23,7 +23,7 @@ from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.history import ROWS_KEPT, History, thinned
 from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
-from archipelago.ops.watch.run_view import describe_control, evaluated, merger_in_words
+from archipelago.ops.watch.run_view import evaluated, merger_in_words
 from archipelago.ops.watch.state_line import MOODS
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ def plain(reading: RunReading) -> dict[str, Any]:
         "settings": settings(view.manifest),
         "changed": list(differing(config, RunConfig())),
         "steered": dict(control.fields),
-        "steered_words": describe_control(control),
     }
 
 

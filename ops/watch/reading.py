@@ -261,9 +261,8 @@ class RunReading:
 
 @dataclass(frozen=True)
 class Outage:
-    """The reason why there is no new reading, what is done about it, and the time at which this began."""
+    """The reason why there is no new reading, and what is done about it."""
 
-    since_unix_seconds: float
     what: str
     more: str = ""
 
@@ -308,10 +307,8 @@ class Watcher:
         try:
             self.latest = self.read()
         except ArchipelagoError as error:
-            since = self._outage.since_unix_seconds if self._outage else self.wall()
             self._seldom_due = -math.inf  # After an outage everything is read again.
-            more = CONTINUES if isinstance(error, UnreachableError) else error.remedy
-            self._outage = Outage(since, error.what, more)
+            self._outage = Outage(error.what, CONTINUES if isinstance(error, UnreachableError) else error.remedy)
         else:
             self._outage = None
         return self._outage is None
@@ -320,7 +317,7 @@ class Watcher:
         """Return why there is no new reading, if there is none. A reading that hangs is an outage."""
         last = self.latest
         if self._outage is None and last and self.wall() - last.unix_seconds > PATIENCE_SECONDS:
-            return Outage(last.unix_seconds, SILENT, CONTINUES)
+            return Outage(SILENT, CONTINUES)
         return self._outage
 
     def read(self, *, briefly: bool = True) -> RunReading:

@@ -235,7 +235,7 @@ def test_the_state_of_a_run() -> None:
     assert state_of(away, problems(away)) == "shard away"
 
 
-HANGS = Outage(NOW + 5, "Redis does not answer", "The display continues by itself.")
+HANGS = Outage("Redis does not answer", "The display continues by itself.")
 
 
 PACED = [replace(ROUND, round=n, step=10 * n, unix_seconds=NOW - 40 + 4.0 * n) for n in range(1, 9)]
