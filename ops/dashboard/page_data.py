@@ -23,7 +23,7 @@ from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.history import ROWS_KEPT, History, thinned
 from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
-from archipelago.ops.watch.run_view import evaluated, merger_in_words
+from archipelago.ops.watch.run_view import evaluated, merger_in_words, size_in_words
 from archipelago.ops.watch.state_line import MOODS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def plain(reading: RunReading) -> dict[str, Any]:
     return {
         **{name: value for name, value in vars(view).items() if name not in _NOT_PLAIN},
         "unix_seconds": reading.unix_seconds,
-        "size": view.size,
+        "size": size_in_words(view.manifest),
         "syncs": view.syncs,
         "round_seconds": view.round_seconds,
         "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),

@@ -122,14 +122,6 @@ class RunView:
     address: str = "URL"
 
     @property
-    def size(self) -> str:
-        """The run's task, parameters and fragments in words."""
-        frozen = f" ({self.frozen_parameters:,} more are frozen)" if self.frozen_parameters else ""
-        shards = f" and {len(self.shards)} shards" if self.shards else ""
-        task = f"task {self.task}, " if self.task else ""
-        return f"{task}{self.parameters:,} parameters{frozen} in {self.fragments} fragments{shards}"
-
-    @property
     def has_scripts(self) -> bool:
         """Whether the islands are training scripts of their users, whose model only they can evaluate."""
         return math.isnan(self.passes) and not self.task
@@ -161,6 +153,14 @@ class RunView:
     def lacks_merger(self) -> bool:
         """Whether no merger serves a run that had one, or whose islands have sent contributions."""
         return not self.merger.holder and (self.merger.epoch > 0 or self.merger.still_seconds > 0.0)
+
+
+def size_in_words(manifest: Manifest) -> str:
+    """Return a run's task, parameters and fragments in words."""
+    frozen = f" ({manifest.frozen_parameters:,} more are frozen)" if manifest.frozen_parameters else ""
+    shards = f" and {manifest.shards} shards" if manifest.shards > 1 else ""
+    task = f"task {manifest.task}, " if manifest.task else ""
+    return f"{task}{manifest.parameters:,} parameters{frozen} in {len(manifest.fragments)} fragments{shards}"
 
 
 def evaluated(view: RunView, now: float) -> str:

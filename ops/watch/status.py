@@ -28,7 +28,14 @@ from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
 from archipelago.ops.watch.history import RECENT_ROUNDS
 from archipelago.ops.watch.reading import LOOK_SECONDS, Outage, RunReading, Watcher, repeated
-from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, evaluated, merger_in_words
+from archipelago.ops.watch.run_view import (
+    IslandView,
+    RunView,
+    describe_control,
+    evaluated,
+    merger_in_words,
+    size_in_words,
+)
 from archipelago.ops.watch.state_line import StateLine, state_line
 
 #: How many islands and problems are shown. `--json` has all.
@@ -217,7 +224,7 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     grid.add_column()
     grid.add_row(
         "run",
-        f"[bold]{escape(printable(view.run))}[/]  {view.size}, round {view.rounds:,} "
+        f"[bold]{escape(printable(view.run))}[/]  {size_in_words(view.manifest)}, round {view.rounds:,} "
         f"({view.syncs:,.1f} syncs of each fragment), step {view.step:,} of {view.steps:,} "
         f"({view.step / max(1, view.steps):.0%})",
     )

@@ -40,6 +40,7 @@ from archipelago.ops.simulation.cycle import SpectraWay, spectra_loads
 from archipelago.ops.watch.doctor import server as checks
 from archipelago.ops.watch.doctor.server import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import seconds_text, size
+from archipelago.ops.watch.run_view import size_in_words
 
 PINGS = 200
 #: The share of the measuring time for pings. The rest is for the bandwidth, half of it for each direction.
@@ -172,10 +173,7 @@ def _check_run(transport: RedisTransport, url: str, run: str | None, found: Chec
         found.manifest = manifest = transport.reader.manifest()
         found.presences = transport.reader.presences()
         live = sum(presence.is_live for presence in found.presences)
-        frozen = f" ({manifest.frozen_parameters:,} more are frozen)" if manifest.frozen else ""
-        what = f"Run {manifest.run!r} has {manifest.parameters:,} parameters{frozen} in {len(manifest.fragments)} "
-        what += f"fragments and {manifest.shards} shards, " if manifest.shards > 1 else "fragments, "
-        what += f"and {live} live island{'s' * (live != 1)}."
+        what = f"Run {manifest.run!r} has {size_in_words(manifest)}, and {live} live island{'s' * (live != 1)}."
         found.findings.append(ok("run", what))
         if transport.reader.is_served() is False and (why := refusal(transport.reader)):
             found.findings.append(problem("merger.missing", "No merger serves the run.", why))
