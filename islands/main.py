@@ -28,7 +28,7 @@ from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions as IslandOptions
 from archipelago.islands.options import own_task, require_valid
 from archipelago.islands.running import end_of_imports, run_island
-from archipelago.islands.team.ranks import host_rank
+from archipelago.islands.team.hosts import host_rank, run_host
 
 if TYPE_CHECKING:
     from archipelago.islands.prepared import PreparedIsland
@@ -45,8 +45,6 @@ def main(options: IslandOptions) -> int:
     here = host_rank(options.coordinator, options.hosts, options.host_rank)
     if here is None:
         return run_island(options, stopped)
-    from archipelago.islands.team.hosts import run_host
-
     return run_host(options, here, stopped)
 
 

@@ -4,31 +4,98 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from archipelago.broker.errors import ArchipelagoError, HostError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError
+from archipelago.broker.manifest import installed_versions
 from archipelago.broker.observe import logs
 from archipelago.broker.process import FAILED, INTERRUPTED, OUTAGE, keep_compiled, supervised_status
 from archipelago.islands.options import IslandOptions, own_task, require_valid
 from archipelago.islands.running import end_of_imports, run_island
 from archipelago.islands.team.protocol import OTHER_FAILED, Said, leader_left
-from archipelago.islands.team.ranks import HostRank, alike
 
 if TYPE_CHECKING:
     from archipelago.islands.team.jax_team import JaxTeam
 
+#: No island has as many hosts.
+HOSTS_MAX = 4096
+PORT_MAX = 65535
 #: How long processes may take to load until JAX connects them, besides `--wait-seconds`.
 START_SECONDS = 60.0
 #: Words of an error that tells of a lost process.
 LOST = re.compile("gloo|nccl|rccl|coordination service", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostRank:
+    """The rank of this process among those of its island.
+
+    Attributes:
+        address: The address of JAX's coordinator, on the host of the leader.
+        hosts: The number of processes.
+        rank: The number of this one. The leader is 0.
+    """
+
+    address: str
+    hosts: int
+    rank: int
+
+
+def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> HostRank | None:
+    """Return the rank of this process; None for an island of one process.
+
+    Args:
+        coordinator: `--coordinator`.
+        hosts: `--hosts`.
+        rank: `--host-rank`.
+
+    Raises:
+        ConfigError: Flags are missing or wrong (`config.value`).
+    """
+    if coordinator is None and (hosts, rank) in ((None, None), (1, None), (1, 0)):
+        return None
+    if coordinator is None or hosts is None or rank is None:
+        raise _flag_error(
+            "an island over several hosts needs --coordinator, --hosts and --host-rank", "Give all three."
+        )
+    found = re.fullmatch(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})", coordinator)
+    if not found or not 0 < int(found[1]) <= PORT_MAX:
+        raise _flag_error(
+            f"--coordinator {coordinator!r:.80} is no address",
+            "Give the first host and a free port of it, such as node0:9000.",
+        )
+    if not 1 <= hosts <= HOSTS_MAX:
+        raise _flag_error(f"--hosts is {hosts}", f"Give a number from 1 to {HOSTS_MAX}.")
+    if not 0 <= rank < hosts:
+        raise _flag_error(
+            f"--host-rank is {rank}, and the island has {hosts} hosts",
+            f"Give each process another number from 0 to {hosts - 1}.",
+        )
+    return HostRank(coordinator, hosts, rank) if hosts > 1 else None
+
+
+def _flag_error(what: str, remedy: str) -> ConfigError:
+    """Return the error of flags that give a process no rank."""
+    return ConfigError(what, remedy, code="config.value")
+
+
+def alike(options: IslandOptions) -> dict[str, str]:
+    """Return what all processes of an island must have alike, by its name in words: flags, and versions of packages."""
+    versions = (f"{name} {version}" for name, version in sorted(installed_versions().items()))
+    flags = {"--run": options.run, "--mesh": options.mesh, "--batch-size": options.batch_size or None}
+    return {"Python": platform.python_version(), "packages": ", ".join(versions)} | {
+        flag: f"{value}" for flag, value in flags.items()
+    }
 
 
 def run_host(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
@@ -38,7 +105,7 @@ def run_host(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]
     """
     require_valid(options)
     try:
-        return _lead(options, here, stopped) if here.leads else _follow(options, here, stopped)
+        return _lead(options, here, stopped) if here.rank == 0 else _follow(options, here, stopped)
     except (RuntimeError, ValueError) as error:  # JAX raises either
         if not LOST.search(str(error)):
             raise

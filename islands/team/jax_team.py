@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from archipelago.broker.errors import ConfigError, HostError
 from archipelago.islands.sync.arrays import spec
 from archipelago.islands.team.protocol import Team
-from archipelago.islands.team.ranks import HostRank
+
+if TYPE_CHECKING:
+    from archipelago.islands.team.hosts import HostRank
 
 #: JAX aborts all processes when one of them has been silent for this long.
 SILENCE_SECONDS = 15

@@ -10,7 +10,7 @@ import pytest
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.options import IslandOptions
 from archipelago.islands.team import hosts, jax_team
-from archipelago.islands.team.ranks import HostRank, host_rank
+from archipelago.islands.team.hosts import HostRank, host_rank
 from tests.failing import failing
 
 
@@ -25,7 +25,7 @@ def test_flags_give_a_rank_or_are_refused() -> None:
     assert host_rank(None, None, None) is host_rank(None, 1, None) is None
     here = host_rank("[::1]:9000", 4, 3)
     assert here is not None
-    assert (here.host, here.port, here.leads, here.address) == ("::1", 9000, False, "[::1]:9000")
+    assert here == HostRank("[::1]:9000", 4, 3)
 
 
 def test_a_process_that_waits_in_vain_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +41,6 @@ def test_a_process_that_waits_in_vain_ends_with_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(hosts, "_end_now", ended.put)
     monkeypatch.setattr(jax_team, "connect", connect)
     before = signal.getsignal(signal.SIGTERM)
-    error = hosts.connected(IslandOptions(wait_seconds=0.0), HostRank("node0", 9000, 2, 1))
+    error = hosts.connected(IslandOptions(wait_seconds=0.0), HostRank("node0:9000", 2, 1))
     assert (getattr(error, "code", ""), found) == ("hosts.missing", [signal.SIG_DFL])
     assert signal.getsignal(signal.SIGTERM) == before
