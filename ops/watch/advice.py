@@ -15,7 +15,7 @@ from typing import Literal
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, MergeLoad, merge_load
 from archipelago.broker.shards.reader import numbered
-from archipelago.ops.watch.events import refusal_remedy
+from archipelago.ops.watch.history import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 Mood = Literal["bad", "warn", "info"]

@@ -25,8 +25,7 @@ from archipelago.broker.shards.reader import merged_tokens
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
 from archipelago.ops.watch.advice import Problem, problems, state_of
-from archipelago.ops.watch.events import Event, events_of
-from archipelago.ops.watch.history import RECENT_ROUNDS, History, mean
+from archipelago.ops.watch.history import RECENT_ROUNDS, Event, History, events_of, mean
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 #: A round that closes during a reading makes its accounts inconsistent, so we read again, at most this often.

@@ -24,9 +24,8 @@ from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.ops.dashboard.page_data import plain
 from archipelago.ops.run_source import FoundRun, RunSource
 from archipelago.ops.watch.advice import Problem, grouped
-from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
-from archipelago.ops.watch.history import RECENT_ROUNDS
+from archipelago.ops.watch.history import RECENT_ROUNDS, Event
 from archipelago.ops.watch.reading import LOOK_SECONDS, Outage, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import (
     IslandView,

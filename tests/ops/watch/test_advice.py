@@ -18,7 +18,7 @@ from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, grouped, problems, rising, state_of, verdict
-from archipelago.ops.watch.events import events_of
+from archipelago.ops.watch.history import events_of
 from archipelago.ops.watch.reading import Outage, RunReading, summarise
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import MOODS, state_line, steps_per_second

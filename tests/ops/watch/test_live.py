@@ -31,7 +31,7 @@ from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.watch import formatting, status
 from archipelago.ops.watch.advice import Problem, problems
-from archipelago.ops.watch.events import Event
+from archipelago.ops.watch.history import Event
 from archipelago.ops.watch.reading import Outage, RunReading, Watcher, summarise
 from archipelago.ops.watch.run_view import RunView, describe_control
 from tests import samples
