@@ -348,7 +348,7 @@ class Watcher:
         to a checkpoint, and for a new run of the same name.
         """
         tape, may_follow = self.transport.reader.tape(RECENT_ROUNDS), self._lacks <= shards_away(self.transport).keys()
-        if may_follow and not self.history.follows(tape):
+        if not (may_follow and self.history.follows(tape)):
             tape = self.transport.reader.tape(self._rounds)
         if may_follow and self.history.follows(tape):
             self.history.extend(tape)
@@ -356,7 +356,7 @@ class Watcher:
         found = self._primary.reader.manifest()
         if found != self.manifest:
             self.manifest, self.transport = found, whole(self._primary, found, for_display=True)
-        tape = self.transport.reader.tape(self._rounds)
+            tape = self.transport.reader.tape(self._rounds)
         self.history = History(self.manifest.shard_layout)
         self.history.begin(self.transport.reader.counters().merged_tokens, tape)
         self._lacks = frozenset(shards_away(self.transport))
