@@ -1,4 +1,4 @@
-"""How a loop leaves its run: at a signal, with its newest progress, or saying why that is not sent.
+"""How a loop leaves its run: at a signal, with its newest progress, or saying why that is not sent; and what it takes.
 
 After SIGTERM, an island leaves at the next step boundary, unless the script handles the signal itself.
 """
@@ -9,20 +9,28 @@ import logging
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from archipelago.broker.control import IN_WORDS
-from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError
+from archipelago.broker.codecs import Vector
+from archipelago.broker.control import IN_WORDS, run_steps
+from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError, DivergedError
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
+from archipelago.broker.shards.transport import shards_of
+from archipelago.broker.transport import IslandTransport, refusal
+from archipelago.islands.sync.evaluator import newest_merged
 from archipelago.islands.sync.participant import Participant
 
 log = logging.getLogger(__name__)
-
 
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
 #: At the end of the run, an island waits this long for the merger to merge its last contributions.
 MERGED_SECONDS = 10.0
+#: How often a script that has left looks whether the last rounds are merged, and how many islands an error names.
+POLL_SECONDS, NAMED_MAX = 0.2, 4
 #: The exit status of a process that SIGTERM has ended.
 TERMINATED = 128 + signal.SIGTERM
 
@@ -173,3 +181,65 @@ def give_up(loop: Participant, kind: str, reason: str, state: str = "left", seco
     loop.link.heartbeats.note(kind, f"after {loop.totals.steps:,} steps: {reason}")
     loop.beat(state)  # wakes the thread that sends the note
     return loop.link.drain(seconds)
+
+
+# -- the parameters at the end of a run --------------------------------------------------------------------------------
+
+
+def final_vectors(
+    transport: IslandTransport,
+    manifest: Manifest,
+    sent: Mapping[int, Sequence[str]],
+    *,
+    is_over: bool,
+    deadline: float,
+    pause: Callable[[float], None],
+) -> list[Vector]:
+    """Return the run's parameters, one float32 vector for each fragment, once all that it waits for is merged.
+
+    At the end of the run, that is all contributions of all islands, so that everybody gets the same parameters. Of a
+    run that goes on, it is those of this island, and the parameters are the newest.
+
+    Args:
+        transport: The connection to the whole run.
+        manifest: The run.
+        sent: The stream entries of this island's contributions that were undecided when it left, by shard.
+        is_over: Whether the run was at its end then. It may be now.
+        deadline: When to give up, in seconds of `time.monotonic`.
+        pause: Waits between two looks at the run.
+
+    Raises:
+        BrokerError: They are not merged in time (`island.not-merged`).
+    """
+    while why := lacking(transport, manifest, sent, is_over=is_over):
+        if time.monotonic() >= deadline:
+            run = manifest.run
+            raise BrokerError(
+                f"the last rounds of the run {run!r} are not merged in time: {why}",
+                f"Redis keeps everything. `archipelago status --run {run}` shows the run; without a merger, start "
+                f"`archipelago merger --run {run}`. Then call `final` again, or give it a longer `timeout` "
+                "(of a trainer's island, `callback.island.final()` and `final_seconds`).",
+                code="island.not-merged",
+            )
+        pause(POLL_SECONDS)
+    return list(newest_merged(transport, manifest).vectors)
+
+
+def lacking(transport: IslandTransport, manifest: Manifest, sent: Mapping[int, Sequence[str]], *, is_over: bool) -> str:
+    """Return what is still awaited, in words; empty if it is nothing."""
+    reader = transport.reader
+    step = max((head.step for head in reader.heads() if head is not None), default=0)
+    is_over = is_over or step >= run_steps(manifest.config, reader.control())
+    # An island leaves when all that it has sent is stored, so the islands are looked at before the contributions.
+    here = [each.heartbeat.island for each in reader.presences() if each.is_live] if is_over else []
+    shards = [each.island for each in shards_of(transport)]
+    own = [entry for shard, entries in sent.items() for entry in entries if shards[shard].holds(entry)]
+    waiting = reader.backlog() if is_over else len(own)
+    why = [f"the islands {', '.join(here[:NAMED_MAX])} have not left"] if here else []
+    if waiting:
+        why.append(f"{waiting} contributions wait")
+    if (waiting or not is_over) and not reader.is_served():
+        why.insert(
+            0, f"no merger serves the run ({refused})" if (refused := refusal(reader)) else "no merger serves it"
+        )
+    return "; ".join(why)

@@ -21,7 +21,7 @@ from archipelago.islands.sync.connection.inbox import Inbox
 from archipelago.islands.sync.connection.link import BLOCK_SECONDS
 from archipelago.islands.sync.connection.outbox import Outbox
 from archipelago.islands.sync.connection.pumps import Pump, Pumps
-from archipelago.islands.sync.final import lacking
+from archipelago.islands.sync.leaving import lacking
 from archipelago.islands.sync.measures import Uplink
 
 #: How often a listener looks whether the run is over.

@@ -28,8 +28,7 @@ from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.downloads import Arrival, require_same_run
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.final import final_vectors
-from archipelago.islands.sync.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
+from archipelago.islands.sync.leaving import StopSignal, final_vectors, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer, OwnStore
 from archipelago.islands.sync.script import Clock, Joined, checked_counts, require_loss
