@@ -110,7 +110,7 @@ def every_verb(table: Verbs, words: str = "") -> Iterator[tuple[str, Verb]]:
     """Yield each verb with the words that select it."""
     for name, verb in table.items():
         if isinstance(verb, VerbGroup):
-            yield from every_verb(importlib.import_module(verb.module).VERBS, f"{words}{name} ")
+            yield from every_verb(verb.verbs, f"{words}{name} ")
         else:
             yield words + name, verb
 

@@ -42,14 +42,9 @@ class Verb(NamedTuple):
 
 
 class VerbGroup(NamedTuple):
-    """A verb that consists of several verbs.
+    """A verb that consists of several verbs, with one line for the list of verbs."""
 
-    Attributes:
-        module: The module, which has these verbs as `VERBS`.
-        summary: One line for the list of verbs.
-    """
-
-    module: str
+    verbs: Mapping[str, Verb]
     summary: str
 
 
@@ -57,6 +52,21 @@ Verbs = Mapping[str, Verb | VerbGroup]
 
 SUMMARY = "Train one model over islands that share nothing but a Redis."
 
+_BENCH: Mapping[str, Verb] = {
+    "parity": Verb("archipelago.ops.experiments.parity", "ParityOptions", "Loss of islands and of data-parallel."),
+    "study": Verb("archipelago.ops.experiments.study", "StudyOptions", "A grid of trials, and its results."),
+    "wire": Verb("archipelago.ops.bench.wire", "WireOptions", "Payloads through Redis, against bare sockets."),
+    "merge": Verb("archipelago.ops.bench.merge", "MergeOptions", "Codecs and merging, and many islands."),
+    "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),
+    "accelerator": Verb(
+        "archipelago.ops.bench.accelerator", "AcceleratorOptions", "What an island costs on this device."
+    ),
+    "largest": Verb("archipelago.ops.bench.largest", "LargestOptions", "The largest model that this machine can sync."),
+}
+_SIMULATE: Mapping[str, Verb] = {
+    "plan": Verb("archipelago.ops.simulation.plan", "PlanOptions", "Choose M, H, P and codec for a run, on one page."),
+    "tables": Verb("archipelago.ops.simulation.tables", "TablesOptions", "The paper's tables beside this model's."),
+}
 #: The verbs under their headings in `--help`.
 GROUPS: Mapping[str, Verbs] = {
     "Train": {
@@ -92,8 +102,8 @@ GROUPS: Mapping[str, Verbs] = {
     "Research": {
         "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions", "Merge a recorded run again."),
         "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions", "Train through injected faults and report."),
-        "bench": VerbGroup("archipelago.ops.bench", "Measure loss, speed, memory and traffic; run studies."),
-        "simulate": VerbGroup("archipelago.ops.simulation", "Plan a run; the paper's tables of failures and links."),
+        "bench": VerbGroup(_BENCH, "Measure loss, speed, memory and traffic; run studies."),
+        "simulate": VerbGroup(_SIMULATE, "Plan a run; the paper's tables of failures and links."),
     },
 }
 VERBS: Verbs = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
@@ -215,12 +225,12 @@ def run(args: Sequence[str], begin: Callable[[], None] = lambda: None) -> int:
         args = [*args[1:], "--help"]
     while args and args[0] in verbs:
         verb, program, args = verbs[args[0]], f"{program} {args[0]}", args[1:]
-        module = importlib.import_module(verb.module)
         if isinstance(verb, Verb):
+            module = importlib.import_module(verb.module)
             options = parse(getattr(module, verb.options), program, args)
             begin()
             return int(module.main(options))
-        summary, verbs = verb.summary, module.VERBS
+        verbs, summary = verb
     return _overview(program, summary, verbs, args)
 
 

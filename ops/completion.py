@@ -47,11 +47,8 @@ def _any_of(verbs: commands.Verbs) -> Any:
 
 def _types(verbs: commands.Verbs) -> Iterator[Any]:
     for name, verb in verbs.items():
-        module = importlib.import_module(verb.module)
         if isinstance(verb, commands.VerbGroup):
-            made = dataclasses.make_dataclass(
-                name, [("verb", Annotated[_any_of(module.VERBS), tyro.conf.arg(name="")])]
-            )
+            made = dataclasses.make_dataclass(name, [("verb", Annotated[_any_of(verb.verbs), tyro.conf.arg(name="")])])
         else:
-            made = getattr(module, verb.options)
+            made = getattr(importlib.import_module(verb.module), verb.options)
         yield Annotated[made, tyro.conf.subcommand(name, prefix_name=False)]

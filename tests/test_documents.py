@@ -73,7 +73,7 @@ def test_verbs_exist() -> None:
         for verb, word in verbs_of(page):
             assert verb in VERBS, f"{page.name} names `archipelago {verb}`"
             if word and isinstance(group := VERBS[verb], VerbGroup):
-                assert word in importlib.import_module(group.module).VERBS, f"{page.name} names `{verb} {word}`"
+                assert word in group.verbs, f"{page.name} names `{verb} {word}`"
 
 
 def command_lines_of(page: Path) -> list[list[str]]:
@@ -93,7 +93,7 @@ def require_parsable(args: list[str], where: str) -> None:
     """Fail unless the verb's own parser reads these arguments."""
     verb, program, rest = VERBS[args[0]], f"archipelago {args[0]}", args[1:]
     while isinstance(verb, VerbGroup):
-        verb, program, rest = importlib.import_module(verb.module).VERBS[rest[0]], f"{program} {rest[0]}", rest[1:]
+        verb, program, rest = verb.verbs[rest[0]], f"{program} {rest[0]}", rest[1:]
     options = getattr(importlib.import_module(verb.module), verb.options)
     try:
         parse(options, program, rest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -107,7 +106,7 @@ def test_help_lists_the_verbs_of_the_command_line_and_of_each_group(call: Call) 
 def commands(verbs: Verbs) -> Iterator[list[str]]:
     """Return every command of the command line: the words that select a verb's options."""
     for name, verb in verbs.items():
-        inner = importlib.import_module(verb.module).VERBS if isinstance(verb, VerbGroup) else {}
+        inner = verb.verbs if isinstance(verb, VerbGroup) else {}
         yield from ([name, *words] for words in (commands(inner) if inner else [[]]))
 
 
