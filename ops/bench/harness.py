@@ -1,7 +1,6 @@
 """The harness of measurements: processes behind pipes, what they take, and a run of their own.
 
-Memory is the resident set as Linux counts it, which includes file pages. Islands of a measurement that train nothing
-send the messages at the end of this module.
+Memory is the resident set as Linux counts it, which includes file pages.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ import psutil
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.messages import Contribution, Snapshot
-from archipelago.broker.presence import Heartbeat
+from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest
@@ -329,21 +327,3 @@ def manifest_of(run: str, config: RunConfig, tensors: Sequence[Tensor], fragment
 def first_version(fragment: int, payload: bytes, codec: str = "float32") -> tuple[Snapshot, bytes]:
     """Return version 0 of a fragment, with its payload."""
     return Snapshot(0, fragment, 0, 0, codec, len(payload), digest(payload), merged=""), payload
-
-
-def contribution_of(island: str, payload: bytes = b"", codec: str = "int4") -> Contribution:
-    """Return the header of an island's contribution of one step to the first round."""
-    return Contribution(
-        island=island, incarnation=INCARNATION, sequence=0, round=1, fragment=0, base=0, tokens=1, steps=1,
-        global_step=0, loss=1.0, step_seconds=1.0, farewell=False, codec=codec, bytes=len(payload),
-        digest=digest(payload),
-    )  # fmt: skip
-
-
-def heartbeat_of(island: str) -> Heartbeat:
-    """Return the heartbeat of an island that trains and has made no step yet."""
-    return Heartbeat(
-        island=island, incarnation=INCARNATION, state="training", host="bench", pid=os.getpid(), device="none",
-        steps=0, global_step=0, tokens=0, tokens_per_second=1.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0,
-        sent=0, refused=0, last_refusal="", bytes_up=0, bytes_down=0, link="ok",
-    )  # fmt: skip

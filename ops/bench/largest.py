@@ -1,37 +1,52 @@
 """`archipelago bench largest`: pass a model of a billion parameters through Redis once, and kill its merger half-way.
 
-Links of two islands, mergers and Redis, without training: each fragment is published by both islands, merged, fetched
-and adopted. Fragments follow one after another, so that the seconds of each part are separate. Redis keeps nothing on
-disk here. The memory and the bytes that `ops.simulation.cycle` predicts stand beside what is measured.
+Mergers and Redis are the real ones. This process plays the islands: each publishes every fragment, and when that is
+merged, fetches the difference and adds it to what it held. Fragments follow one after another, so that the seconds of
+each part are separate, and all begin with the same numbers. Redis keeps nothing on disk here. The memory and the bytes
+that `ops.simulation.cycle` predicts stand beside what is measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from archipelago.broker.errors import BrokerError, ConfigError, require_number
+import numpy as np
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import BrokerError, ConfigError, WireError, require_number
 from archipelago.broker.footprint import available_here
+from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Resume, Snapshot
 from archipelago.broker.process import keep_compiled, return_freed_memory
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Transport
+from archipelago.broker.wire import after_difference, digest_of, pack
 from archipelago.ops.bench.harness import (
+    Spent,
     child,
     cpu_seconds,
+    first_version,
     forget_peak,
+    manifest_of,
     own_redis,
     peak_bytes,
     require_linux,
     resident_bytes,
     serve_merger,
 )
-from archipelago.ops.bench.largest_islands import RUN, WireIslands, config_of
 from archipelago.ops.bench.output import OutputOptions, finish
+from archipelago.ops.bench.played import PlayedIslands
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import Cycle, cycle
 
+RUN = "bench-largest"
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
 FRAGMENTS = 256
 ISLANDS = 2
@@ -39,8 +54,8 @@ ISLANDS = 2
 MEMORY_SHARE = 0.95
 #: The measurement ends when the machine has less memory than this.
 FLOOR_BYTES = 1 << 28
-#: Memory of the islands' process before it holds a fragment, and for each island and element of one (both measured).
-ISLANDS_BASE, ISLAND_FRAGMENT_BYTES = 290_000_000, 60
+#: Memory of the islands' process without fragments, and for each element of one (both measured).
+ISLANDS_BASE, ISLANDS_FRAGMENT_BYTES = 85_000_000, 20
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,20 @@ def main(options: LargestOptions) -> int:
     return finish("largest", largest(parameters, options.fragments, options.islands), options)
 
 
+def config_of(fragments: int, islands: int) -> RunConfig:
+    """Return the settings: the defaults of a real run, but for what this measurement cannot have.
+
+    A round waits for all islands, and no island is thought to have a thin link. The rule is `rda`, to which `isotropic`
+    adds only arithmetic: the spectra of a billion parameters take minutes, and `bench merge` measures them.
+    """
+    return RunConfig(
+        sync=SyncConfig(fragments=fragments, window=1, quorum=islands),
+        merge=MergeConfig(embedding="rda", rest="rda"),
+        outer=OuterConfig(rule="nesterov"),
+        wire=WireConfig(up="int4", thin="", down="int4"),
+    )
+
+
 class Predicted(NamedTuple):
     """The memory of the islands' process, and memory and bytes of the rest."""
 
@@ -84,7 +113,7 @@ class Predicted(NamedTuple):
 def predict(parameters: int, fragments: int, islands: int) -> Predicted:
     """Predict a pass over that many parameters (`ops.simulation.cycle`)."""
     return Predicted(
-        ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments),
+        ISLANDS_BASE + ISLANDS_FRAGMENT_BYTES * math.ceil(parameters / fragments),
         cycle(config_of(fragments, islands), parameters, fragments, islands, checkpoints=False),
     )
 
@@ -99,6 +128,80 @@ def require_room(predicted: Predicted, available: int) -> None:
             f"Pass about {room / needed:.2f} of these parameters (--parameters), or free some memory first.",
             code="bench.memory",
         )
+
+
+class Fleet:
+    """The islands of a new run of `fragments` that have `size` elements each.
+
+    Attributes:
+        bytes_up, bytes_down: What they have sent and fetched.
+        spent: What publishing, merging and adopting has taken: the seconds of all islands together, or until one hears
+            of a new version; and the processor time of this process, or of the merger.
+    """
+
+    def __init__(self, transport: Transport, size: int, fragments: int, islands: int) -> None:
+        tensors = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)]
+        self._manifest = manifest_of(RUN, config_of(fragments, islands), tensors, [[t.name] for t in tensors])
+        wire, self._first_N = self._manifest.config.wire, _normal(0, size, 0.02)
+        payload = pack(self._first_N, wire.full, wire.full_zstd_level)
+        transport.create(self._manifest, [first_version(p, payload, wire.full) for p in range(fragments)])
+        self._transport = transport
+        self.played = PlayedIslands(transport, {
+            f"island-{number}": pack(_normal(number + 1, size, 1e-3), wire.up, wire.zstd_level)
+            for number in range(islands)
+        })  # fmt: skip
+        self.spent = dict.fromkeys(("publish", "merge", "adopt"), Spent())
+        self.bytes_up = self.bytes_down = 0
+
+    def passes(self, p: int, merger: int) -> None:
+        """Pass fragment `p`, and count what each part takes. `merger` is a process ID."""
+        before = cpu_seconds(merger)
+        self._count("publish", lambda: self.publish(p, *self.played.payloads))
+        self._count("merge", self.hear, cpu=lambda: cpu_seconds(merger) - before)
+        self._count("adopt", lambda: self.adopt(p))
+
+    def _count(self, part: str, work: Callable[[], None], cpu: Callable[[], float] | None = None) -> None:
+        began, used = time.perf_counter(), time.process_time()
+        work()
+        seconds, own = time.perf_counter() - began, time.process_time() - used
+        self.spent[part] = self.spent[part].plus(Spent(1, seconds, cpu() if cpu else own))
+
+    def publish(self, p: int, *names: str) -> None:
+        """Let these islands publish their contributions to fragment `p`."""
+        config = self._manifest.config
+        steps, step = config.sync.interval, 1 + p * config.sync.interval // config.sync.fragments
+        tokens = steps * config.tokens_per_step
+        self.played.publish(names, sequence=p, round=p + 1, fragment=p, tokens=tokens, steps=steps, global_step=step)
+        self.bytes_up += sum(len(self.played.payloads[name]) for name in names)
+
+    def hear(self) -> None:
+        """Wait until the islands hear of a new version."""
+        self._heard = self.played.hear(Snapshot)
+
+    def adopt(self, p: int) -> None:
+        """Let all islands fetch the first version of fragment `p`. Raise WireError unless the merger has announced it
+        and holds the same values.
+        """
+        heard = self._heard
+        for _ in self.played.payloads:
+            found = after_difference(self._transport.reader, self._manifest, p, 1, self._first_N)
+            is_announced = (heard.fragment, heard.version) == (p, 1)
+            if found is None or not is_announced or digest_of(found[0]) != heard.held:
+                raise WireError(f"the islands hold other values of fragment {p}: {heard}", code="bench.wrong-result")
+            self.bytes_down += found[1]
+
+    def require_nothing_lost(self) -> None:
+        """Raise WireError unless each contribution was merged once, and each fragment has one new version."""
+        reader, fragments = self._transport.reader, len(self._manifest.fragments)
+        counters, versions = reader.counters(), [head.version if head else None for head in reader.heads()]
+        sent = fragments * len(self.played.payloads)
+        if (counters.published, counters.merged, counters.refused) != (sent, sent, 0) or versions != [1] * fragments:
+            what = f"{sent} contributions were sent, but Redis says: {counters}, versions {versions}"
+            raise WireError(what, code="bench.wrong-result")
+
+
+def _normal(seed: int, size: int, deviation: float) -> Vector:
+    return np.random.default_rng(seed).standard_normal(size, np.float32) * np.float32(deviation)
 
 
 class PeakMemory:
@@ -135,28 +238,28 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     require_room(found, available_here())
     return_freed_memory()  # as `archipelago island` does
     forget_peak()
-    with own_redis(append_only=False) as server:
-        fleet, half = WireIslands(server.url, size, fragments, islands), fragments // 2
+    with own_redis(append_only=False) as server, contextlib.closing(connect(server.url, RUN)) as transport:
+        fleet, half = Fleet(transport, size, fragments, islands), fragments // 2
+        first, *others = fleet.played.payloads
         memory = PeakMemory(islands=os.getpid(), Redis=server.pid)
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
         began = time.monotonic()
         with child(serve_merger, server.url, RUN) as merger:
             memory.processes["first merger"] = merger.pid
-            fleet.hear(Resume)
+            fleet.played.hear(Resume)
             loaded, load_cpu = time.monotonic() - began, cpu_seconds(merger.pid)
             for p in range(half):
                 fleet.passes(p, merger.pid)
                 memory.look()
-            fleet.train()
-            fleet.islands[0].publish(half)
+            fleet.publish(half, first)
             memory.look()
         killed_at = time.monotonic()
         say("the merger was killed, and another one starts")
         del memory.processes["first merger"]
         with child(serve_merger, server.url, RUN) as merger:
             memory.processes["second merger"] = merger.pid
-            fleet.publish(half, first=1)
-            fleet.hear(Snapshot)
+            fleet.publish(half, *others)
+            fleet.hear()
             restarted, restart_cpu = time.monotonic() - killed_at, cpu_seconds(merger.pid)
             fleet.adopt(half)
             for p in range(half + 1, fragments):
@@ -193,7 +296,7 @@ def row(
             "ratio": ratio}  # fmt: skip
 
 
-def _part_rows(fleet: WireIslands, fragments: int) -> list[dict[str, Any]]:
+def _part_rows(fleet: Fleet, fragments: int) -> list[dict[str, Any]]:
     """Return a line of each part of a pass. The fragment of the kill counts like the mean of the others."""
     return [
         row(f"{part}, all islands" if part != "merge" else part, spent.cpu_seconds * fragments / max(1, spent.calls),
@@ -202,18 +305,16 @@ def _part_rows(fleet: WireIslands, fragments: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _byte_rows(fleet: WireIslands, memory: PeakMemory, predicted: Predicted) -> list[dict[str, Any]]:
-    need, uplinks = predicted.cycle, [island.link.uplink for island in fleet.islands]
-    up, down = sum(each.bytes_up for each in uplinks), sum(each.bytes_down for each in uplinks)
+def _byte_rows(fleet: Fleet, memory: PeakMemory, predicted: Predicted) -> list[dict[str, Any]]:
+    need, islands = predicted.cycle, len(fleet.played.payloads)
     merger = max(memory.peaks["first merger"], memory.peaks["second merger"])
     return [
         row(what, 1e-9 * measured, 1e-9 * expected, unit="GB")
         for what, measured, expected in (
-            ("bytes up, all islands", up, len(uplinks) * need.bytes_up),
-            ("bytes down, all islands", down, len(uplinks) * need.bytes_down),
+            ("bytes up, all islands", fleet.bytes_up, islands * need.bytes_up),
+            ("bytes down, all islands", fleet.bytes_down, islands * need.bytes_down),
             ("peak memory: merger", merger, need.merger_bytes),
             ("peak memory: Redis", memory.peaks["Redis"], need.redis_first_bytes),
-            ("peak memory: islands' process", memory.peaks["islands"], predicted.islands_bytes),
             ("peak memory: all together", memory.together, predicted.together_bytes),
         )
     ]

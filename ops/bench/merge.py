@@ -8,9 +8,8 @@ through a real merger and Redis.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -18,25 +17,12 @@ import numpy as np
 
 from archipelago.broker.codecs import CODECS, Vector
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Tensor
-from archipelago.broker.messages import Refusal, Snapshot
+from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack, unpack, unpack_encoded
-from archipelago.ops.bench.harness import (
-    INCARNATION,
-    child,
-    contribution_of,
-    cpu_seconds,
-    first_version,
-    heartbeat_of,
-    manifest_of,
-    own_redis,
-    serve_merger,
-    wait_until,
-)
+from archipelago.ops.bench.harness import child, cpu_seconds, first_version, manifest_of, own_redis, serve_merger
 from archipelago.ops.bench.output import (
     Compared,
     OutputOptions,
@@ -45,6 +31,7 @@ from archipelago.ops.bench.output import (
     seconds_of,
     taking_turns,
 )
+from archipelago.ops.bench.played import PATIENCE_SECONDS, PlayedIslands, contribution_of
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
 RUN = "bench-merge"
@@ -204,7 +191,6 @@ MANY, QUICK_MANY, MANY_ELEMENTS = (16, 256), (4, 16), 1 << 14
 MANY_CONTRIBUTIONS, MANY_WARM_UPS = 3072, 3
 #: A contribution may cost this share more with many islands.
 GOAL_MANY = 1 / 1.1
-BEAT_SECONDS, PATIENCE_SECONDS = 1.0, 300.0
 #: How much of a contribution is the same in all of them, so that islands agree as honest ones do.
 SHARED = 0.7
 
@@ -233,51 +219,20 @@ def _merger_seconds(islands: int, elements: int, rounds: int) -> float:
         transport.create(manifest, [first_version(0, pack(np.zeros(elements, np.float32), "float32", 0))])
         with child(serve_merger, server.url, RUN, (), 2) as merger:
             merger.receive(PATIENCE_SECONDS)
-            played = _Played(transport, islands, elements)
-            played.play(MANY_WARM_UPS)
+            payloads = {f"island-{number:03}": _payload(elements, number) for number in range(islands)}
+            played = PlayedIslands(transport, payloads)
+
+            def play(first: int, last: int) -> None:
+                """Let all islands contribute to these rounds, and wait until each has closed."""
+                for goal in range(first, last + 1):
+                    played.publish(payloads, sequence=goal, round=goal, base=goal - 1, global_step=goal)
+                    while played.hear(Snapshot).round < goal:
+                        continue
+
+            play(1, MANY_WARM_UPS)
             before = cpu_seconds(merger.pid)
-            played.play(rounds)
+            play(MANY_WARM_UPS + 1, MANY_WARM_UPS + rounds)
             return (cpu_seconds(merger.pid) - before) / (rounds * islands)
-
-
-class _Played:
-    """Islands that claim names, send heartbeats and contribute to every round, and train nothing."""
-
-    def __init__(self, transport: Transport, islands: int, elements: int) -> None:
-        self._transport, self._closed = transport, 0
-        self._after = transport.reader.last_event()
-        self._beats = {f"island-{number:03}": float("-inf") for number in range(islands)}
-        self._payloads = [_payload(elements, number) for number in range(islands)]
-        for name in self._beats:
-            transport.island.claim_name(name, INCARNATION)
-        self._beat()
-
-    def play(self, rounds: int) -> None:
-        """Let all islands contribute to that many rounds, and wait until these have closed."""
-        for _ in range(rounds):
-            goal = self._closed + 1
-            for name, payload in zip(self._beats, self._payloads, strict=True):
-                self._beat()
-                made = replace(
-                    contribution_of(name, payload), sequence=goal, round=goal, base=self._closed, global_step=goal
-                )
-                self._transport.island.publish(made, payload)
-            wait_until(lambda goal=goal: self._has_closed(goal), "closed round", PATIENCE_SECONDS)  # type: ignore[misc]
-
-    def _has_closed(self, goal: int) -> bool:
-        self._beat()
-        for entry, event in self._transport.reader.events(self._after, 0.1):
-            if isinstance(event, Refusal):
-                raise BrokerError(f"a contribution was refused: {event.reason}", code="bench.wrong-result")
-            self._after, self._closed = entry, event.round if isinstance(event, Snapshot) else self._closed
-        return self._closed >= goal
-
-    def _beat(self) -> None:
-        """Send the heartbeat of each island whose last one is BEAT_SECONDS ago."""
-        now, step = time.monotonic(), self._closed
-        for name in [name for name, at in self._beats.items() if now - at >= BEAT_SECONDS]:
-            self._beats[name] = now
-            self._transport.island.heartbeat(replace(heartbeat_of(name), steps=step, global_step=step, sent=step))
 
 
 def _payload(elements: int, number: int) -> bytes:

@@ -20,8 +20,9 @@ from archipelago.broker.machine import LOOPBACK
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.bench.harness import MeasuredProcess, child, contribution_of, first_version, manifest_of, own_redis
+from archipelago.ops.bench.harness import MeasuredProcess, child, first_version, manifest_of, own_redis
 from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
+from archipelago.ops.bench.played import contribution_of
 from archipelago.ops.settings import say
 
 RUN = "bench-wire"
