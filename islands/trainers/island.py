@@ -68,7 +68,7 @@ class TrainerIsland:
         self._own: dict[str, Any] = {"island": island, "wait_seconds": wait_seconds}
         self._settings, self._final_seconds = settings, final_seconds
         self._run: Any = None  # the last one, from the first training on
-        self.is_joined = False
+        self.is_joined = self._is_short = False
 
     @property
     def step(self) -> int:
@@ -117,7 +117,8 @@ class TrainerIsland:
                 "the parameters are those of the run at step %s, not those of the trainer's checkpoint",
                 f"{self.step:,}", extra={"code": "trainer.resumed"},
             )  # fmt: skip
-        if 0 < limit < self.steps:
+        self._is_short = 0 < limit < self.steps
+        if self._is_short:
             log.warning(
                 "this trainer ends after %s steps, before the %s of the run. Leave out `max_steps`, and give the "
                 "callback to the trainer when you make it",
@@ -148,6 +149,11 @@ class TrainerIsland:
             run.__exit__(type(error), error, None)
             return
         is_signalled = run.reason == "signalled"
+        if not run.reason and not self._is_short:
+            log.warning(
+                "this trainer ended at step %s of the run's %s, which goes on without it. Train for more epochs, or "
+                "until `finished`", f"{self.step:,}", f"{self.steps:,}", extra={"code": "trainer.short"},
+            )  # fmt: skip
         if is_signalled or not run.reason:
             run.leave()
         if not is_signalled:

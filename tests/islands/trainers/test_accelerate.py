@@ -76,7 +76,7 @@ def test_prepared_schedules_follow_the_run(url: str) -> None:
     assert all(rate == pytest.approx(0.01 * (1 - step / 50)) for step, rate in seen)
 
 
-def test_it_creates_a_run_if_it_knows_the_length(url: str) -> None:
+def test_it_creates_a_run_if_it_knows_the_length(url: str, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, optimizer, data = prepared()
     with failing(UnknownRunError, "broker.unknown-run"), LocalSGD(accelerator, model, 4):
         pass
@@ -86,6 +86,7 @@ def test_it_creates_a_run_if_it_knows_the_length(url: str) -> None:
     local = LocalSGD(accelerator, model, 12, steps=1000, final_seconds=0.1)
     with failing(BrokerError, "island.not-merged"), local:
         trained(local, accelerator, model, optimizer, data)
+    assert "trainer.short" in {getattr(record, "code", "") for record in caplog.records}
     with served(url):
         local.island.final(60.0)
     assert connect(url, "own").reader.manifest().config.sync.interval == 12
