@@ -28,7 +28,6 @@ from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.chaos import schedule as schedules
-from archipelago.ops.chaos.baseline import run_baseline
 from archipelago.ops.chaos.figures import REPORT, Figures, figures, headlines, write
 from archipelago.ops.chaos.processes import RunProcesses, StormPlan, monotonic, parse_script, read_turn_log
 from archipelago.ops.chaos.record import Identity, LoggedTurn, StormRecord, step_seconds
@@ -201,6 +200,8 @@ def _storm(
     found = figures(storm, control)
     write(folder, found, command)
     if options.baseline:  # The report of the storm is already written, in case this fails.
+        from archipelago.ops.chaos.baseline import run_baseline
+
         say("data-parallel training under the same faults, for comparison")
         own = dataclasses.replace(plan, folder=folder / "baseline", seconds=storm.seconds)
         found = figures(storm, control, run_baseline(own, stopped))

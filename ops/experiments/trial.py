@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import installed_versions
+from archipelago.ops.launch.init import workload_of
 
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload
@@ -172,11 +173,7 @@ def measure(
     By default it trains one of our models with its settings, as its kind says. `progress` gets each evaluation.
     """
     if work is None:
-        from archipelago.islands.data.corpus import open_corpus
-        from archipelago.islands.tasks.ours import fitted, our_work
-
-        corpus = open_corpus(trial.config.data.corpus)
-        work = our_work(fitted(trial.config, corpus), corpus)
+        work = workload_of(trial.config, None)
     points: list[CurvePoint] = []
 
     def note(point: CurvePoint) -> None:

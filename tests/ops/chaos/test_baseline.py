@@ -13,8 +13,14 @@ import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.ops.chaos.baseline import GroupProgress, Hub, run_baseline, summarise, worker_faults
-from archipelago.ops.chaos.baseline_worker import DataParallelWorker
+from archipelago.ops.chaos.baseline import (
+    DataParallelWorker,
+    GroupProgress,
+    Hub,
+    run_baseline,
+    summarise,
+    worker_faults,
+)
 from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.schedule import Fault

@@ -13,6 +13,7 @@ import pytest
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.messages import Counters
+from archipelago.ops.chaos import baseline
 from archipelago.ops.chaos import main as chaos
 from archipelago.ops.chaos.figures import Figures
 from archipelago.ops.chaos.main import BROKEN, SCHEDULE, ChaosOptions, main
@@ -143,7 +144,7 @@ class Played:
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     found = Played()
     monkeypatch.setattr(chaos, "run_storm", found.run_storm)
-    monkeypatch.setattr(chaos, "run_baseline", found.run_baseline)
+    monkeypatch.setattr(baseline, "run_baseline", found.run_baseline)
     monkeypatch.setattr(chaos, "trainable", lambda config, task: None)
     return found
 
