@@ -67,7 +67,7 @@ def run(server: RedisServer, tmp_path: Path) -> Iterator[Run]:
 
 def same(printed: str, merged: Values) -> bool:
     """Return whether the last lines that a script printed, one of each process, are the run's parameters."""
-    found = [json.loads(line)["weights"] for line in printed.splitlines() if '"weights"' in line]
+    found = [json.loads(line[line.index("{") :])["weights"] for line in printed.splitlines() if '"weights"' in line]
     sums = {name: float(values.sum(dtype=np.float64)) for name, values in merged.items()}
     return bool(found) and all(each == pytest.approx(sums) for each in found)
 
