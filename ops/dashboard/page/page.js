@@ -291,15 +291,19 @@ function writeEvents(events) {
 }
 
 function writeProblems(problems) {
-  const told = problems.map((each) => [each.code, each.who, each.text, each.names, each.seconds < 3 ? "" : span(each.seconds)]);
+  const told = problems.map((each) => [each.code, each.who, each.text, each.names, each.remedy]);
   fill($("problem-list"), told, () => problems.map((problem) => {
     const who = problem.names.length
       ? element("details", "", element("summary", "", problem.who), problem.names.join(", ")) : element("b", "", problem.who);
-    const since = problem.seconds >= 3 ? element("small", "since", ` for ${span(problem.seconds)}`) : "";
-    const item = element("li", "", who, problem.text, since, worded("span", "", problem.remedy));
+    const item = element("li", "", who, problem.text, element("small", "since"), worded("span", "", problem.remedy));
     item.dataset.mood = problem.mood;
     return item;
   }));
+  // Only the time is written each second, so that a button is not replaced while somebody presses it.
+  for (const [n, since] of document.querySelectorAll("#problem-list .since").entries()) {
+    const { seconds } = problems[n];
+    since.textContent = seconds < 3 ? "" : ` for ${span(seconds)}`;
+  }
 }
 
 function writeSettings(settings, changed, set) {
