@@ -78,7 +78,7 @@ GROUPS: Mapping[str, Verbs] = {
     },
     "Watch": {
         "status": Verb("archipelago.ops.watch.status", "StatusOptions", "Show a run, once or live with --watch."),
-        "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run in the browser, and steer it there."),
+        "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run live in the browser."),
         "runs": Verb("archipelago.ops.watch.run_list", "RunsOptions", "List the runs of a Redis and of a folder."),
         "report": Verb("archipelago.ops.watch.report", "ReportOptions", "Write a run's figures into one HTML file."),
     },

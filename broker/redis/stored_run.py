@@ -131,8 +131,8 @@ class StoredRun:
         )
         if self._has_islands():
             remedy = (
-                "This Redis has lost it: its islands still write heartbeats here. Continue it from a checkpoint of its "
-                "merger with `archipelago init --resume FOLDER`."
+                "This Redis has lost it: its islands still write heartbeats here. The end of its merger's log has the "
+                f"command that continues it: `archipelago init --run {self._connection.run} --resume FOLDER`."
             )
         return UnknownRunError(
             f"there is no run {self._connection.run!r} at {self._connection.where} (runs there: {here})", remedy

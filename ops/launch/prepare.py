@@ -62,6 +62,7 @@ def main(options: PrepareOptions) -> int:
             f"{corpus.vocabulary:,} different tokens of {corpus.bytes_per_token:.2f} bytes on average")  # fmt: skip
     else:
         say(f"corpus {corpus.name!r}: {train} bytes to train on, {valid} and {test} held out")
+    say(f"  digest:  {corpus.digest}   (the same on every machine of a run)")
     say(f"  use it:  archipelago up --data.corpus {corpus.name}")
     return 0
 

@@ -36,7 +36,10 @@ LOOK_SECONDS = 1.0
 SELDOM_SECONDS, SELDOM_SHARE = 5.0, 0.05
 #: If the newest reading is older than this, the next one hangs, which is an outage. The connection itself waits longer.
 PATIENCE_SECONDS = 5.0
-SILENT, CONTINUES = "Redis does not answer", "The display continues by itself."
+SILENT, CONTINUES = (
+    "Redis does not answer",
+    "Look at its process and the way to it. The display and the run continue by themselves.",
+)
 TAPE_MOST = 1 << 16
 EVENTS_READ = 200
 
