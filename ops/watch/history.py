@@ -245,8 +245,8 @@ _REFUSALS = (
     ("not exist yet", "The run went back to a checkpoint. The island follows by itself within seconds."),
     ("too many", "The merger is slower than the islands. It catches up, or needs a faster machine."),
     ("repeat", "Nothing has to be done."),
-    ("expelled", "The operator or the run's rule has expelled it. To admit it: `archipelago steer URL island.NAME=`, or, "
-                 "if it was revoked, `archipelago invite NAME`."),
+    ("expelled", "The operator or the run's rule has expelled it. To admit it: `archipelago steer URL island.NAME=`, "
+                 "or, if it was revoked, `archipelago invite NAME`."),
     ("finite", "Its arithmetic broke. Start it again; if that repeats, lower the learning rate in a new run."),
     ("digest", "Its bytes were changed on the way. Check its network, its machine and its version of the program."),
     ("sign", "It has no invitation to this run, or a wrong one. Create a join file with `archipelago invite`."),
