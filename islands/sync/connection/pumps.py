@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -78,13 +79,17 @@ class Pumps:
             thread.start()
             self.threads.append(thread)
 
-    def stop(self, seconds: float = 2.0) -> None:
-        """End the threads within `seconds`. A thread that hangs in a call is left behind and ends with the process."""
+    def stop(self, seconds: float = 5.0) -> None:
+        """End the threads within `seconds`. A thread that hangs in a call is left behind and ends with the process.
+
+        Python ends such a thread wherever it is, and in the middle of PyTorch's code that aborts the process.
+        """
         self._stopping.set()
         for pump in self._pumps:
             pump.wake.set()
+        deadline = time.monotonic() + seconds
         for thread in self.threads:
-            thread.join(seconds / max(1, len(self.threads)))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _keep_pumping(self, pump: Pump) -> None:
         failures = 0
