@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import uuid
 from collections.abc import Iterator
@@ -66,8 +67,11 @@ def run(server: RedisServer, tmp_path: Path) -> Iterator[Run]:
 
 
 def same(printed: str, merged: Values) -> bool:
-    """Return whether the last lines that a script printed, one of each process, are the run's parameters."""
-    found = [json.loads(line[line.index("{") :])["weights"] for line in printed.splitlines() if '"weights"' in line]
+    """Return whether what a script printed at its end, once in each process, are the run's parameters.
+
+    A progress bar may stand before it, and the other process after it, in the same line.
+    """
+    found = [json.loads(text) for text in re.findall(r'"weights": (\{[^{}]*\})', printed)]
     sums = {name: float(values.sum(dtype=np.float64)) for name, values in merged.items()}
     return bool(found) and all(each == pytest.approx(sums) for each in found)
 
