@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from archipelago.broker.commits import Image, Rewrite, nothing
-from archipelago.broker.errors import ConfigError, UnknownRunError, UnreachableError, WireError
+from archipelago.broker.errors import ConfigError, UnknownRunError, WireError
 from archipelago.broker.full_state import FullState, separated
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
@@ -66,17 +65,17 @@ class Loaded:
 def require_primary(primary: ReaderTransport | None) -> None:
     """Raise UnknownRunError if shard 0 is lost. A run is restored shard by shard, shard 0 last.
 
-    A merger that changed another shard meanwhile would keep everybody from restoring the rest.
+    A merger that changed another shard meanwhile would keep everybody from restoring the rest. So none loads a shard
+    while the server of shard 0 cannot be asked; those that serve go on.
 
     Args:
         primary: The connection to shard 0; None for the merger of that shard itself.
     """
-    with suppress(UnreachableError):  # while the server of shard 0 is away, the other shards are served
-        if primary is not None and primary.reader.uid() is None:
-            raise UnknownRunError(
-                f"shard 0 of the run {primary.run!r} is lost",
-                "Start its mergers again with --resume, which restores the run from a checkpoint.",
-            )
+    if primary is not None and primary.reader.uid() is None:
+        raise UnknownRunError(
+            f"shard 0 of the run {primary.run!r} is lost",
+            "Start its mergers again with --resume, which restores the run from a checkpoint.",
+        )
 
 
 def load(
