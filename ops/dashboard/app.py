@@ -1,4 +1,4 @@
-"""The dashboard's web application. Anyone who can reach it can read, and nobody can change anything."""
+"""The dashboard's web application. Anyone who can reach it can read runs, and it changes none."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class DashOptions(RunSource):
     """Show runs live in the browser. Needs only Redis, so it can run anywhere.
 
     It shows the run that is named, or without a name all runs of the Redis and of the folder runs/. Anyone who can
-    reach the port can see the runs. Nobody can change them there: that is `archipelago steer`.
+    reach the port can see the runs. The page changes none: use `archipelago steer`.
     """
 
     host: str = "127.0.0.1"

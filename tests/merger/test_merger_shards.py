@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.errors import ConfigError, UnknownRunError
+from archipelago.broker.errors import ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -23,6 +24,8 @@ from archipelago.merger.shards import SeenMergers, Sharing, seen, serve_shards
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.conftest import Until
+from tests.failing import failing
+from tests.intercept import Intercepted
 
 #: Long enough that no lease expires while the threads of a test stand still. Threads that end release theirs.
 LEASE_SECONDS = 8.0
@@ -221,11 +224,27 @@ def test_a_shard_that_nobody_takes_is_taken_in_the_end(home: RedisTransport) -> 
     assert not sharing.is_to_hand_over(1), "one at a time"
 
 
-def test_no_merger_serves_a_shard_of_a_run_whose_shard_0_is_lost(home: RedisTransport) -> None:
-    """Such a run is restored, shard 0 last, and what a merger changed before that would be in the way."""
-    merger = Merger(home.of_shard(1), VirtualClock(), primary=home)
+class Away(Intercepted):
+    """A connection to shard 0, whose server may be away."""
+
+    is_away = False
+
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_away:
+            raise UnreachableError("its server is away")
+        return method(*args, **kwargs)
+
+
+def test_no_merger_loads_a_shard_of_a_run_whose_shard_0_is_lost_or_away(home: RedisTransport) -> None:
+    """A run is restored shard by shard, shard 0 last, and what a merger changed before that would be in the way."""
+    primary = Away(home)
+    merger = Merger(home.of_shard(1), VirtualClock(), primary=primary)
     assert merger.acquire()
     merger.load()
+    primary.is_away = True
+    with failing(UnreachableError):
+        merger.load()
+    primary.is_away = False
     delete_shard(home.of_shard(0).connection)
-    with pytest.raises(UnknownRunError):
+    with failing(UnknownRunError):
         merger.load()
