@@ -261,8 +261,8 @@ _REMEDIES = {
     "diverged": "Start it again: it takes the run's parameters. If all islands diverge, begin a new run with a lower "
                 "--inner.learning-rate.",
     "drained": "To let it join again: `archipelago steer URL island.NAME=`, and start it.",
-    "expelled": "To let it join again: `archipelago steer URL island.NAME=`, or, if it was revoked, `archipelago invite "
-                "NAME`, and start it.",
+    "expelled": "To let it join again: `archipelago steer URL island.NAME=`, or, if it was revoked, "
+                "`archipelago invite NAME`, and start it.",
     "lowered": "Check the island's corpus, its software and its device. Its weight returns when it agrees again.",
     "idle": "Look at these islands' logs: they live and send nothing. Restart or expel them.",
     "paused": "Resume merging with `archipelago steer URL merging=`.",
