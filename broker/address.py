@@ -28,7 +28,6 @@ class Address:
     """A URL, taken apart.
 
     Attributes:
-        kind: What the hosts are.
         url: The address of the first host as redis-py reads it, with user, password, database and options.
         hosts: All hosts with their ports. Empty for the kind `server`.
         service: The name by which Sentinels know the primary; else empty.

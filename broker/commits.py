@@ -123,7 +123,6 @@ class Delivery:
 
     @property
     def sender(self) -> str:
-        """The island whose stream holds the entry."""
         return sender_of(self.entry)
 
     def with_payload(self) -> Delivery:
@@ -190,14 +189,11 @@ class Image:
     """The contents of a checkpoint: all data that an empty Redis needs to continue the run.
 
     Attributes:
-        manifest: The run's manifest.
         number: The number of the checkpoint.
         fragments: The full state of each fragment at its newest version.
         state: The merger's other state, as JSON.
-        counters: The run's counters.
         cursors: The resume position of each started range of text.
         tape: The newest rounds, for display only.
-        evaluations: All evaluations.
         pending: Contributions that were published but not yet merged, with their payloads.
     """
 
@@ -300,8 +296,6 @@ class MergerClient(Protocol):
         """Do in one round trip what a turn without work needs.
 
         Args:
-            block_seconds: As in `updates`.
-            count: As in `updates`.
             renewal: Extend this lease, as `renew` does, and raise what that raises.
             around: Read the operator's requests and the heartbeats, too.
         """
@@ -338,7 +332,6 @@ class MergerClient(Protocol):
         """Replace the fragment's full state by a placed one, and delete `trim` and what else it covers.
 
         Args:
-            epoch: The merger's epoch.
             placed: What `place` returned.
             after_round: The last closed round, as in `Commit`. A broker without it may have lost the compaction's
                 round, too.

@@ -266,7 +266,6 @@ class WireConfig:
 
     @cached_property
     def full(self) -> str:
-        """The codec of full snapshots."""
         return "float32" if self.sends_differences else self.down
 
     @property

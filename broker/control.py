@@ -94,7 +94,6 @@ class Control:
 
 
 def island_field(island: str) -> str:
-    """Return the name of the field with the request to that island."""
     return ISLAND + island
 
 

@@ -32,7 +32,6 @@ class Compaction:
     """The full state of a fragment as payloads. A merger that loads the run merges later rounds again.
 
     Attributes:
-        snapshot: The version.
         payload: The published parameters, as a full snapshot.
         outer: The exact parameters and outer optimiser state, which only mergers read; empty for version 0.
     """
@@ -47,7 +46,6 @@ class FullState:
     """The full state of a fragment at one version.
 
     Attributes:
-        snapshot: The version.
         published_N: What the islands hold, float32.
         own: The exact parameters (PARAMETERS) and the leaves of the outer optimiser's state, each under its path;
             empty for version 0, of which both are known.

@@ -80,7 +80,6 @@ class Invitation:
         return self.name if self.role == "island" else ""
 
     def to_json(self) -> str:
-        """Return the content of the join file."""
         return _written(self, indent=1) + "\n"
 
     @classmethod
@@ -106,7 +105,6 @@ class Member:
     expires: None = None
 
     def to_json(self) -> str:
-        """Return the value of the member's field."""
         return _written(self)
 
     @classmethod
@@ -120,7 +118,6 @@ class Members:
     """All members of a run.
 
     Attributes:
-        by_name: The members.
         merger_key: The public key of the run's mergers, in base64; empty if the run has none.
         faults: What is wrong with the fields that cannot be read, by their names. Such a field admits no member.
     """
@@ -154,7 +151,6 @@ class Members:
 
 
 def raw_key(text: str) -> bytes:
-    """Return the raw bytes of a key."""
     return base64.b64decode(text)
 
 

@@ -58,7 +58,6 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -84,8 +83,6 @@ class Corpus(NamedTuple):
     """The corpus that a run trains on. A worker looks it up on its machine by name, and compares the other values.
 
     Attributes:
-        digest: The digest of the text.
-        bytes: The size of the text.
         tokenizer: The digest of the tokenizer; empty if tokens are bytes.
         tokens: The number of tokens that the tokenizer made; 0 if tokens are bytes.
     """

@@ -146,7 +146,6 @@ class Snapshot:
 
     @property
     def identities(self) -> frozenset[str]:
-        """The identities of the merged contributions."""
         return frozenset(self.merged.split())
 
 

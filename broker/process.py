@@ -83,7 +83,6 @@ def guarded(main: Callable[[], int], *, supervised: bool = False) -> int:
     becomes status 130.
 
     Args:
-        main: The program.
         supervised: Whether a supervisor restarts this process. Errors that a restart may end then have other statuses:
             OUTAGE if Redis or another host is away, FAILED if the loss is not finite.
     """
@@ -277,7 +276,6 @@ class RunAddress:
     run: str | None = None
 
     def connect(self) -> RedisTransport:
-        """Connect to the run."""
         return connect_to(self.url, self.run)
 
     def invitation(self) -> Invitation | None:

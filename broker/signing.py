@@ -81,7 +81,6 @@ class SignatureError(WireError):
 
     @property
     def reason(self) -> str:
-        """The reason of the refusal, with its code."""
         return f"{self.what} ({self.code})"
 
 
@@ -107,8 +106,6 @@ def canonical(run: str, kind: Kind, sender: str, about: str, fields: Raw) -> byt
     """Return the bytes that a signature signs. Different arguments never give the same bytes.
 
     Args:
-        run: The name of the run.
-        kind: The kind of the message.
         sender: The island that signs, or MERGER.
         about: The place of the message where its fields do not name it, such as the fragment and version of a
             difference; empty otherwise.
@@ -123,7 +120,6 @@ def _lengths_first(parts: Iterable[bytes]) -> bytes:
 
 
 def covered(raw: Raw) -> Raw:
-    """Return the fields that a signature covers."""
     return {name: value for name, value in raw.items() if name not in NOT_COVERED}
 
 
@@ -152,7 +148,6 @@ class Signing:
     In a run whose members are not invited, nothing is signed, and everything is accepted.
 
     Args:
-        run: The name of the run.
         name: The member's name, or MERGER for all mergers.
         private: The private key; None for a member that only reads.
         merger_key: The public key of the run's mergers, from the join file; None if the members do not sign.
@@ -187,10 +182,7 @@ class Signing:
         """Return the fields of a message with the digest of its payload and the fields that sign it.
 
         Args:
-            kind: The kind of the message.
             fields: All its fields, without its payload. If they have a digest, only a signature replaces it.
-            about: See `canonical`.
-            payload: Its payload, if it has one.
             stamp: Its stamp, if a replay must be recognised.
             sender: The island that sent the message first, if a merger signs in its place.
 
@@ -260,11 +252,7 @@ def stamp_of(raw: Raw) -> Stamp:
 
 
 class HeartbeatOrder:
-    """The newest heartbeat of each island, and when this process saw it first.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """The newest heartbeat of each island, and when this process saw it first."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

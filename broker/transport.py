@@ -338,7 +338,6 @@ def refusal(
     """Return why a merger did not serve the run, if no merger has served it since; else empty.
 
     Args:
-        reader: The run.
         kind: Another kind of merger's note, to return the newest of.
         ends: The kinds of notes after which it no longer holds.
         notes: The newest notes, if they were read already.

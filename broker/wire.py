@@ -82,8 +82,6 @@ def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector |
     """Decode a payload into a float32 vector of exactly `elements` elements.
 
     Args:
-        payload: The payload.
-        elements: The expected number of elements.
         codec_name: The expected codec; empty accepts every codec.
         base_N: The values are added to it, piece by piece; None for nothing.
 
@@ -172,11 +170,7 @@ class _ArrivingBody:
 
     Args:
         head: The beginning of the payload, with the whole header.
-        elements: The expected number of elements.
         codec_name: The expected codec; empty accepts every codec.
-
-    Attributes:
-        codec: The name of the codec.
 
     Raises:
         WireError: The header is damaged, or names other elements, or another codec.
@@ -251,7 +245,6 @@ class _Frame:
 
     @property
     def so_far(self) -> memoryview:
-        """The bytes that were decompressed."""
         return memoryview(self._held.whole)[: self._held.end]
 
     def feed(self, more: memoryview) -> None:
@@ -304,8 +297,6 @@ class Published(NamedTuple):
     """A version of a fragment.
 
     Attributes:
-        snapshot: Its header.
-        params_N: Its parameters, float32.
         bytes: How many bytes were downloaded.
         before_N: The parameters of the version before, if they were built on the way.
     """

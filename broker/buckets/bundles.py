@@ -123,7 +123,6 @@ class Bundles:
         """Download the newest sound bundle into a folder, as a folder named by its number.
 
         Args:
-            folder: The folder on disk.
             newest: The newest number that the disk has; -1 if it has none. Only a greater one is downloaded.
 
         Raises:

@@ -84,7 +84,6 @@ class BucketFolder:
         return self.shown
 
     def child(self, *names: str) -> BucketFolder:
-        """Return a folder in this one."""
         return BucketFolder("/".join([self.address, *names]))
 
     def require_usable(self) -> None:

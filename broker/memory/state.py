@@ -90,8 +90,6 @@ class MemoryRun:
         """Append a contribution under the next number, and return the name of its entry.
 
         Args:
-            contribution: The header.
-            payload: The payload.
             sender: The island in whose stream it is; by default the one that the header names. Tests give another.
         """
         number = self.next_update
@@ -100,7 +98,6 @@ class MemoryRun:
         return self.name_of(number)
 
     def name_of(self, number: int) -> str:
-        """Return the name of an entry."""
         return entry_name(self.updates[number].sender, f"{number}-0")
 
     def found(self, entry: str) -> int | None:
@@ -131,7 +128,6 @@ class MemoryRun:
         )
 
     def is_served(self, now: float) -> bool:
-        """Return whether a merger holds the lease."""
         holder, until = self.lease
         return bool(holder) and until > now
 
@@ -149,7 +145,6 @@ class MemoryRun:
             self.outer[p] = compaction.outer
 
     def trim(self, entries: Sequence[str]) -> None:
-        """Delete merged entries."""
         for entry in entries:
             self.kept.pop(entry, None)
 
@@ -183,7 +178,6 @@ class MemoryState:
 
 
 def entry_number(id_: str) -> int:
-    """Return the number in the id of an entry or event."""
     return int(id_.split("-")[0])
 
 

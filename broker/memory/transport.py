@@ -46,7 +46,6 @@ class MemoryBroker(MemoryState):
     """A broker in memory, which its connections share."""
 
     def connect(self, run: str) -> MemoryTransport:
-        """Connect to one run."""
         return MemoryTransport(self, run)
 
 
@@ -62,7 +61,6 @@ class MemoryTransport:
         self.merger = MemoryMerger(broker, self._key, self.reader)
 
     def of_shard(self, shard: int) -> MemoryTransport:
-        """Return a connection to one shard of the run."""
         return MemoryTransport(self._broker, self.run, shard)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:

@@ -61,7 +61,6 @@ class CurveWriter:
         self._thread = threading.Thread(target=self._keep_writing, name="curves", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         if self._file is not None:
             self._thread.start()
 
@@ -150,7 +149,6 @@ class EventFile:
         self._writer.write(event.SerializeToString())
 
     def flush(self) -> None:
-        """Pass everything to the operating system."""
         self._writer.flush()
 
     def close(self) -> None:

@@ -36,7 +36,6 @@ class Activity:
     done: int = 0
 
     def line(self, seconds: float) -> str:
-        """Describe the activity, `seconds` after it began."""
         words = f"{self.what}: {seconds:.0f} s so far"
         if not self.total:
             return words

@@ -159,7 +159,6 @@ class MemberRecords:
         self._redis, self._keys = connection.redis, connection.keys
 
     def all(self) -> Members:
-        """Return all members."""
         found: Any = {}
         with self._connection.forgiving(self._keys.members, "a hash"):
             found = self._redis.hgetall(self._keys.members)

@@ -59,7 +59,6 @@ class ServerFacts:
     """Facts about a server. A fact is empty if the server does not report it or this user has no permission.
 
     Attributes:
-        info: The answer to INFO.
         settings: The answers to CONFIG GET for SETTINGS.
         needs_password: Whether a client without a password is rejected; None if unknown.
         denied: The commands that the user's role needs on the run's keys, and that this user cannot execute.
@@ -103,7 +102,6 @@ class RedisCheckup:
 
     @property
     def has_tls(self) -> bool:
-        """Whether the connection is encrypted."""
         return issubclass(self._redis.connection_pool.connection_class, SSLConnection)
 
     @property

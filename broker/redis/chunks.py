@@ -49,7 +49,6 @@ class ChunkStore:
     """The payloads of one run that the mergers, or one island, have stored.
 
     Args:
-        connection: The connection to the run.
         payload_max: Returns the size in bytes of the largest payload that the run's manifest allows.
         prefix: What the keys of the chunks begin with; by default those of the mergers.
     """
@@ -218,12 +217,10 @@ class ChunkStore:
 
 
 def _sizes(size: int) -> list[int]:
-    """Return the size of each chunk of a payload."""
     return [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
 
 
 def _pointing(name: str, payload: bytes) -> dict[str, str | bytes]:
-    """Return the fields that point to the chunks of a payload."""
     return {CHUNKS: str(len(_sizes(len(payload)))), NAME: name}
 
 

@@ -93,7 +93,6 @@ def client_at(url: str, authority: str = "") -> RedisClient:
     """Return a client of that address, not yet connected.
 
     Args:
-        url: The address.
         authority: The only certificate authority to trust, as PEM; empty for those of the system and of the URL.
 
     Raises:

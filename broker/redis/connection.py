@@ -56,10 +56,8 @@ class RedisConnection:
     Threads may share it, because each call takes a connection from a pool.
 
     Attributes:
-        run: The name of the run.
         shard: The shard of the run; None for the whole run, whose own keys are those of shard 0.
         where: The server's address without its password, as messages name it.
-        keys: The keys of the shard.
         servers: All servers of the address.
         redis: The client of the server that holds all keys of the run. Its annotations mix sync and async answers, so
             it is untyped here.
@@ -300,5 +298,4 @@ class RedisConnection:
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     def close(self) -> None:
-        """Close all connections."""
         self.servers.close()

@@ -34,7 +34,6 @@ class EventStream:
         return last
 
     def after(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        """See `ReaderClient.events`."""
         deadline = time.monotonic() + block_seconds
         if self._signing.is_on:
             self._order.keep(after)
@@ -66,7 +65,6 @@ class EventStream:
             self._snapshots.accept(key, stamp_of(raw))
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
-        """See `ReaderClient.refusals`."""
         out: list[tuple[float, Refusal]] = []
         for entry, raw in self._connection.newest(self._key, REFUSALS_AMONG) if count else []:
             event = self._read(entry.decode(), raw) if raw.get(b"kind") == REFUSED else None

@@ -166,7 +166,6 @@ def require_kind(where: str, info: Info, sentinel: Info, kind: Kind = "server") 
         where: The server's address without its password.
         info: The section `server` of INFO.
         sentinel: The section `sentinel`, which names the primaries that a sentinel watches.
-        kind: The kind of the address.
 
     Raises:
         ServerTooOldError: The server is older than `OLDEST`.

@@ -331,7 +331,6 @@ def _claim_in(stored: bytes | None) -> NameClaim | None:
 
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:
-    """Return the values that exist as text, by name."""
     found = zip(names, values, strict=False)
     return {name: value.decode("utf-8", "replace") for name, value in found if value is not None}
 

@@ -46,7 +46,6 @@ class Keys:
     """The keys of one shard of a run.
 
     Args:
-        run: The name of the run.
         shard: The number of the shard, or a pattern of such numbers, which makes each key a pattern of keys.
     """
 

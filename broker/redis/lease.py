@@ -146,7 +146,6 @@ class Lease:
     def _request(
         self, epoch: int, write: Write, after_round: int | None, *, at_instance: bool
     ) -> tuple[list[str], list[Value]]:
-        """Return the keys and the arguments of the script."""
         at_instance = at_instance or after_round is not None or bool(write.needed)
         (known, mark), (keys, words) = self._mark, write.request()
         head = self._keys.manifest  # not read

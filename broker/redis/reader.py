@@ -80,7 +80,6 @@ class RedisReader:
         return dict(self.connection.unreadable)
 
     def stored_state(self) -> Raw:
-        """Return the fields of the merger's state."""
         raw: Raw = {}
         with self.connection.forgiving(self._keys.state, "a hash"):
             raw = self._redis.hgetall(self._keys.state)
@@ -345,7 +344,6 @@ class RedisReader:
                 yield Standby(name, max(0.0, (now_ms - int(text)) / 1e3))
 
     def server_ms(self) -> int:
-        """Return the server's time in milliseconds."""
         with self.connection.translated():
             seconds, microseconds = self._redis.time()
         return int(seconds) * 1000 + int(microseconds) // 1000

@@ -256,7 +256,6 @@ class Write:
         """Move an entry of a stream into a hash, which must not exist. Else its island uses the id a second time.
 
         Args:
-            stream: The key of the stream.
             id_: The id of the entry.
             kept: The key of the hash.
             chunks: What the keys of its chunks begin with.
@@ -291,7 +290,6 @@ class Script:
         self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def run(self, keys: Sequence[str], arguments: Sequence[Value]) -> list[str]:
-        """Return the script's answer as texts."""
         try:
             return texts(self._client.evalsha(self._digest, len(keys), *keys, *arguments))
         except redis.exceptions.NoScriptError:
@@ -303,7 +301,6 @@ class Script:
 
 
 def texts(answer: Sequence[Any]) -> list[str]:
-    """Return a script's answer as texts."""
     return [each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each) for each in answer]
 
 

@@ -87,7 +87,6 @@ class Servers:
         yield self._client
 
     def close(self) -> None:
-        """Close all clients."""
         self._client.close()
 
 
@@ -226,7 +225,6 @@ def servers_at(url: str, authority: str = "") -> Servers:
     """Return the servers of an address, not yet connected.
 
     Args:
-        url: The address (see `broker.address`).
         authority: The only certificate authority to trust, as PEM; empty for those of the system and of the URL.
 
     Raises:

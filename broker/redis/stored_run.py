@@ -314,7 +314,6 @@ def state_fields(signing: Signing, state: str) -> dict[str, str]:
     Each entry of a mapping in it has a field of its own, so that a commit writes only those that have changed.
 
     Args:
-        signing: Signs it.
         state: The state as sorted JSON, without empty mappings.
     """
     values: dict[str, Any] = {}

@@ -35,7 +35,6 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
 
     Args:
         url: The address (see `broker.address`) or, for a fake server within this process, `fakeredis://NAME`.
-        run: The name of the run.
         invitation: The join file that holds this URL, if one does. Its certificate authority is then the only one that
             is trusted, and its keys sign and check messages.
 
@@ -68,12 +67,9 @@ class RedisTransport:
     """See `broker.transport.Transport`. Threads may share it, because each call takes a connection from a pool.
 
     Args:
-        at: The servers.
-        run: The name of the run.
         where: The servers' address without its password.
         invitation: The join file, if one was used.
         primary: The connection to the whole run, if this is one to a shard. The members are those of the run.
-        shard: The number of the shard.
     """
 
     def __init__(

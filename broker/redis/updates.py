@@ -50,7 +50,6 @@ class UpdatesStreams:
 
     Args:
         connection: The connection to the run, or to one of its shards.
-        chunks: The payloads.
         names: Returns the names of the islands.
     """
 
@@ -76,7 +75,6 @@ class UpdatesStreams:
         return {name: int(count) for name, count in self._each("xlen", self.names()).items()}
 
     def backlog(self) -> int:
-        """Return how many contributions wait."""
         return sum(self.lengths().values())
 
     def pending(self) -> Pending:
@@ -268,7 +266,6 @@ class IslandNames:
     Args:
         connection: The connection to the run, or to one of its shards.
         invited: Returns the names of the invited islands; None if anyone may join.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -338,7 +335,6 @@ class IslandNames:
         Each time it looks at a part of the names.
 
         Args:
-            write: The write of the merger.
             presences: The heartbeats that were read last.
 
         Returns:

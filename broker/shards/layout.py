@@ -88,7 +88,6 @@ class Layout:
 
     @cached_property
     def count(self) -> int:
-        """P, the number of fragments of the run."""
         return sum(map(len, self.fragments))
 
     @cached_property
@@ -101,5 +100,4 @@ class Layout:
 
     @cached_property
     def rounds(self) -> tuple[OwnRounds, ...]:
-        """The rounds of each shard."""
         return tuple(OwnRounds(mine, self.count) for mine in self.fragments)

@@ -64,10 +64,6 @@ class ShardedReader:
     Values that belong to the run (islands, cursors, evaluations, requests) are read from shard 0. Requests and settings
     are written to every shard, because each merger reads its own. Notes and the tape are put in the order of their
     times.
-
-    Args:
-        readers: The reader of each shard.
-        manifest: The manifest of the run.
     """
 
     def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
@@ -310,9 +306,6 @@ class DisplayReader(ShardedReader):
     calls leave it out at once, until it has answered.
 
     Args:
-        readers: The reader of each shard.
-        manifest: The manifest of the run.
-        clock: Monotonic seconds.
         aside: Runs an attempt beside the calls.
         patience_seconds: How long a call waits for further shards.
     """

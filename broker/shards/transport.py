@@ -37,14 +37,10 @@ class WholeRun:
     """A connection to all shards of a run, for its islands and readers.
 
     Attributes:
-        run: The name of the run.
-        shards: The connection to each shard.
-        reader: Reads the whole run.
         island: The island's client of shard 0, which has what belongs to the run: names, leases, newcomers.
 
     Args:
         primary: The connection to the run.
-        manifest: The manifest of the run.
         for_display: Whether `reader` leaves out further shards that cannot be reached (`DisplayReader`). Otherwise it
             raises UnreachableError.
     """
@@ -105,8 +101,6 @@ def create(transport: Transport, manifest: Manifest, snapshots: Sequence[tuple[S
     Each shard is created in a transaction of its own, shard 0 last: a run exists once it has its shard 0.
 
     Args:
-        transport: The connection to the run.
-        manifest: The manifest of the run.
         snapshots: Version 0 of every fragment, in order.
     """
     if manifest.shards == 1:
@@ -132,7 +126,6 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
     checkpoint stays as it is.
 
     Args:
-        transport: The connection to the run.
         images: The part of each shard, in order.
 
     Raises:
