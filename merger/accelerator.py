@@ -132,7 +132,6 @@ class _Lane:
         self._shared: mmap | None = None
 
     def changed(self, x_SC: Matrix, exponent: float) -> Matrix:
-        """See `_Helper.changed`."""
         if self._shared is None or len(self._shared) < x_SC.nbytes:
             file = os.memfd_create("spectra")
             os.ftruncate(file, x_SC.nbytes)

@@ -110,7 +110,6 @@ class Waiting:
     islands: Counter[str] = field(default_factory=Counter)
 
     def fits(self, contribution: Contribution) -> bool:
-        """Return whether one more contribution fits."""
         length = len(contribution.identity_text) + 1
         return self.characters + length <= MERGED_MAX and self.islands[contribution.island] < WAITING_MAX
 
@@ -164,15 +163,12 @@ class Inbox:
             each.clear()
 
     def __len__(self) -> int:
-        """Return the number of waiting contributions."""
         return len(self._entries)
 
     def entries(self) -> list[str]:
-        """Return the stream entries of all waiting contributions."""
         return list(self._entries)
 
     def waiting_fragments(self) -> set[int]:
-        """Return the fragments that contributions wait for."""
         return {p for p, waiting in self._waiting.items() if waiting.addends}
 
     def note_withdrawn(self, island: str) -> None:

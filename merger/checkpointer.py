@@ -46,7 +46,6 @@ class CheckpointCut:
     """The run between two rounds.
 
     Attributes:
-        number: The number of the checkpoint.
         state: The run's state, as a copy of its own.
         waiting: Entries of contributions that were not merged yet.
     """

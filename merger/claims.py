@@ -112,7 +112,6 @@ def seen(
 
     Args:
         usual_batch: The usual batch of the run's islands before it (`usual_batch`); 0 if it is not known.
-        sync: When rounds close.
     """
     islands = {c.island for c in contributions}
     fragments = len(rounds.fragments)

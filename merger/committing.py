@@ -164,7 +164,6 @@ class Uncovered:
     seconds: float = 0.0
 
     def add(self, tape: TapeEntry, difference_bytes: int) -> None:
-        """Add a merged round."""
         self.bytes += tape.bytes_up + difference_bytes
         self.seconds += tape.merge_seconds
 
@@ -253,7 +252,6 @@ class Compactor:
         return Kept(is_full, self.not_needed(covered), self.manifest.own_rounds.between(oldest, tape.round))
 
     def committed(self, commit: Commit, now: float) -> None:
-        """Note a committed round."""
         self._committed_at = now
         if commit.compaction is None:
             self.fragments[commit.tape.fragment].add(commit.tape, commit.snapshot.difference_bytes)

@@ -174,11 +174,8 @@ def accumulate(
     """Add a contribution to the accumulators, whose buffers are donated.
 
     Args:
-        acc: The accumulators so far.
         body: The contribution as its codec encoded it.
-        groups: The tensors of the fragment.
         norms: The norm of each tensor, by `norms`.
-        weight: The contribution's weight.
         clip: A factor on all of its values.
     """
     scalars = (np.float32(weight), np.float32(clip))

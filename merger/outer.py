@@ -214,7 +214,6 @@ def of_named(template_state: State, arrays: Mapping[str, NDArray[Any]], size: in
 
     Args:
         template_state: Any state of the same rule and size, such as `init(zeros)`.
-        arrays: The arrays.
         size: How many parameters there must be.
 
     Raises:

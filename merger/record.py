@@ -81,7 +81,6 @@ class Recorder:
         return max((last for _, _, last in _segments(self.folder)), default=0)
 
     def names(self) -> list[str]:
-        """Return the names of the segments."""
         return [path.name for path, _, _ in _segments(self.folder)]
 
     def go_back(self, last_round: int) -> None:

@@ -47,7 +47,6 @@ class Addend:
 
     Attributes:
         entry: Its entry of the updates stream.
-        contribution: Its header.
         body: Its values as its codec encoded them.
         norms: The L2 norm of each tensor.
         norm: Its L2 norm.
@@ -90,7 +89,6 @@ class RoundMerge:
     """The rules by which a run merges its rounds.
 
     Attributes:
-        manifest: The run.
         groups: The tensors of each fragment, with their merge rules.
         outer: The outer optimiser without an operator's changes.
         spectra: How the matrices share this machine's threads. It changes no bit.

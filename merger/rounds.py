@@ -61,7 +61,6 @@ class OpenRound:
     """A round that has not closed.
 
     Attributes:
-        fragment: Its fragment.
         answered: The islands that have contributed to it.
         first_at: When the round was called, which is when an island that stays first contributed to it.
         announced: Whether the round was announced to the islands.
@@ -265,7 +264,6 @@ class Liveness:
         self._heard = dict.fromkeys(islands, (closed, now))
 
     def heard(self, island: str, now: float, closed: int) -> None:
-        """Note that the island has contributed."""
         put_bounded(self._heard, island, (closed, now))
 
     def look(self, presences: Iterable[Presence], now: float, closed: int) -> frozenset[str]:

@@ -121,7 +121,6 @@ class Sent:
     """What a contribution is judged and weighed by.
 
     Attributes:
-        island: The island that sent it.
         staleness: Versions between its base and the fragment.
         steps: The inner steps of it that weigh (`claims.seen`).
         tokens: The tokens of it that weigh.

@@ -232,7 +232,6 @@ class Merger:
         return seen
 
     def _renew(self) -> None:
-        """Renew the lease if it is held and it is time."""
         if self.epoch and self.clock() - self._renewed_at >= self.lease_seconds / 4:
             self._require_lease()
 

@@ -108,7 +108,6 @@ class Sharing:
 
     @property
     def served(self) -> list[int]:
-        """The shards that this process serves."""
         return [shard for shard, merger in enumerate(self._mergers) if merger.epoch]
 
     def may_take(self, shard: int) -> bool:

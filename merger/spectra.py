@@ -297,7 +297,6 @@ class Spectra:
 
     Attributes:
         seconds: The time that all changes have taken.
-        threads: The number of threads.
     """
 
     def __init__(

@@ -145,7 +145,6 @@ class RunState:
     control: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> RunState:
-        """Return a copy that can change without changing this one."""
         values: dict[str, Any] = {name: v.copy() for name, v in vars(self).items() if isinstance(v, dict)}
         return replace(self, **values)
 

@@ -46,29 +46,23 @@ class Int8Products(Products):
         self._side = side
 
     def rows(self, side: int) -> Array:
-        """Return how many rows of a square matrix are not padding, in int32."""
         return self._side
 
     def integers(self, values: Array) -> Array:
-        """Return the nearest integers of float32 values."""
         return jnp.rint(values).astype(jnp.int32)
 
     def two_to(self, exponent: Array) -> Array:
-        """Return two to an integer from −126 to 127 in float32."""
         return ((exponent + 127).astype(jnp.uint32) << 23).view(jnp.float32)
 
     def exponent(self, values: Array) -> Array:
-        """Return the exponent of the smallest power of two above all magnitudes when these are rounded to 14 bits."""
         bits = jnp.abs(jnp.maximum(values.max(), -values.min())).view(jnp.int32)
         return jnp.maximum(((bits + (1 << (23 - BITS))) >> 23) - 126, EXPONENT_MIN)
 
     def repeated(self, step: Callable[[State, Array], State], state: State, coefficients: Array) -> State:
-        """Return the state after a step with each row of coefficients. The step is compiled once."""
         end: State = jax.lax.scan(lambda state, row: (step(state, row), None), state, coefficients)[0]
         return end
 
     def product(self, left_AK: Array, right: Array, axis: int) -> Array:
-        """Multiply two matrices of integers."""
         numbers = (((1,), (axis,)), ((), ()))
         dot = partial(jax.lax.dot_general, dimension_numbers=numbers, preferred_element_type=jnp.int32)
         total = jnp.zeros((), jnp.float64)
