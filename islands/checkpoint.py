@@ -49,8 +49,6 @@ class IslandStore:
     """The newest state of one island in a folder.
 
     Args:
-        folder: The folder on disk.
-        manifest: The run.
         bucket: A folder in a bucket that holds a copy, which is taken where the disk has none.
     """
 

@@ -34,9 +34,6 @@ class Computation:
         inner: Parameters and the inner optimiser's state.
         replica: The references of all fragments.
         state: Gives and takes the inner optimiser's state.
-        steps: The compiled inner steps.
-        placement: Where everything is on several devices; None for one device.
-        has_own_optimizer: Whether the optimiser is not that of the run's config.
     """
 
     def __init__(
@@ -52,8 +49,6 @@ class Computation:
         """Note what the run is, and how it is computed.
 
         Args:
-            manifest: The run.
-            steps: The compiled inner steps.
             fresh: Returns the first state of the inner optimiser for parameters; that of the run's config by default.
             placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
             has_own_optimizer: Whether the optimiser is not that of the run's config, so that nothing bounds its state.
@@ -84,7 +79,6 @@ class Computation:
         """Dispatch inner steps, one for each batch, and return their losses.
 
         Args:
-            batches_n: The batches.
             schedule_step: The number of earlier steps, for the schedule of the learning rate.
             length: The length of the run, likewise.
         """
@@ -125,7 +119,6 @@ class Computation:
     # -- the parameters, as a membership keeps them -------------------------------------------------------------------
 
     def named(self) -> Params:
-        """Return the parameters by name."""
         return self.inner.params
 
     def replace(self, named: Mapping[str, Any]) -> None:
@@ -133,14 +126,12 @@ class Computation:
         self.inner = self.inner._replace(params=dict(named))
 
     def are_there(self) -> bool:
-        """Return True: each step leaves new parameters."""
         return True
 
     def require_frozen(self) -> None:
         """Do nothing: what a task does not train is a constant of its program."""
 
     def not_finite(self) -> list[str]:
-        """Return the names of the tensors with NaN or infinity in what this process has of them."""
         return not_finite(self.inner.params)
 
     def use(self, values: Iterable[Any]) -> None:

@@ -165,10 +165,6 @@ def descent(config: InnerConfig) -> Descent:
 def compile_steps(model: Any, config: InnerConfig) -> InnerSteps:
     """Compile n inner steps as one scan. It compiles once for each n and donates the given state.
 
-    Args:
-        model: The model, whose objective is minimised.
-        config: The inner optimiser.
-
     Returns:
         A function from a state, n batches such as tokens (uint8 or int32, [n, B, T + 1]) and the number of earlier
         global steps (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms. A

@@ -59,7 +59,6 @@ class Assignment:
 
     Attributes:
         arguments: The arguments of `archipelago island`, in addition to those of the standby.
-        environment: Changes of the environment.
         log: The file that replaces standard output and error; empty keeps them.
     """
 

@@ -29,16 +29,13 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        """The number of all devices."""
         return self.data * self.fsdp * self.tensor
 
     @property
     def batch_parts(self) -> int:
-        """The number of parts of a batch."""
         return self.data * self.fsdp
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each axis by its name."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def __str__(self) -> str:
@@ -86,8 +83,6 @@ def require_present(shape: MeshShape, devices: int, what: str) -> None:
     """Raise ConfigError (`mesh.size`) unless this process has as many devices.
 
     Args:
-        shape: The mesh.
-        devices: The number of devices.
         what: Their kind.
     """
     if shape.devices > devices:

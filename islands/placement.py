@@ -41,7 +41,6 @@ def axes_of(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], 
     Vectors, such as the scales of norms, stay whole. An axis that does not divide a dimension leaves it whole, too.
 
     Args:
-        tensor: The tensor.
         sizes: The size of each axis of the mesh.
     """
     if len(tensor.shape) < 2:
@@ -78,12 +77,7 @@ def specs(tensors: Sequence[Tensor], shape: MeshShape) -> dict[str, PartitionSpe
 
 
 class Placement:
-    """The places of an island's arrays.
-
-    Attributes:
-        shape: The shape of the mesh.
-        mesh: The mesh.
-    """
+    """The places of an island's arrays."""
 
     def __init__(self, shape: MeshShape, tensors: Sequence[Tensor], devices: Sequence[jax.Device]) -> None:
         """Build the mesh. Raises ConfigError (`mesh.size`) for an axis that splits no tensor."""
@@ -121,7 +115,6 @@ class Placement:
         return state
 
     def state_places(self, state: InnerState) -> Any:
-        """Return the place of each array of a state."""
         return jax.tree_util.tree_map_with_path(self._place_of, state)
 
     def _place_of(self, path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -177,9 +170,7 @@ def placement_of(
 
     Args:
         shape: The shape of the mesh; None for the default: all devices on `data`.
-        manifest: The run.
         batch_size: The sequences of the island's inner step.
-        devices: The devices of this process.
 
     Raises:
         ConfigError: The mesh does not fit the devices, the batch or the model (`mesh.size`).

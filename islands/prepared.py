@@ -38,8 +38,6 @@ class PreparedIsland:
     """Everything that an island of this run loads and compiles before it has a name.
 
     Attributes:
-        manifest: The run.
-        workload: What the island trains.
         placement: Where everything is on several devices; None for one device.
         batch_size: The sequences of an inner step; 0 for those of the run.
         team: The processes of an island over several hosts, once all of them are prepared.
@@ -104,8 +102,6 @@ def prepared_for(
     """Return what an island with these flags needs, from a standby if that fits.
 
     Args:
-        options: The flags.
-        manifest: The run.
         task: The users' task; None for one of our models.
         earlier: What a standby has prepared.
     """
@@ -124,7 +120,6 @@ def prepare(
 
     Args:
         task: The users' task; None for one of our models.
-        manifest, placement, batch_size: As in `PreparedIsland`.
 
     Raises:
         MismatchError: The run trains other tensors.

@@ -78,9 +78,6 @@ class WorkerRun(Membership):
         """Note what to join.
 
         Args:
-            options: The flags.
-            name: The name of this island.
-            stopped: Whether a signal has arrived.
             origin: The origin of log lines, which takes the run's name.
             standby: What a standby has prepared.
             team: The processes of an island over several hosts, which this one leads.

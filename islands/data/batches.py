@@ -72,7 +72,6 @@ class RangeReading:
 
     Args:
         lease: Returns the next range and the position to start from, or None if no range is free now.
-        seed: The seed of the run.
         private: A number that differs between islands, not negative, so that they read different private passes.
 
     Attributes:
@@ -120,7 +119,6 @@ class Supply(ABC):
     """An endless supply of batches, for one thread. Batches are trees of arrays, all of the same shapes.
 
     Attributes:
-        reading: The passes that it reads.
         tokens: The tokens of all batches that `next` returned last.
     """
 
@@ -153,7 +151,6 @@ class Batches(Supply):
 
     Args:
         train: The training text, [tokens] of an unsigned dtype.
-        config: The run's config.
         lease: Returns this island's next range and the position to start from, or None if no range is free now.
         fallback: A number that differs between islands, not negative. Islands without a lease read different private
             passes.
@@ -245,11 +242,7 @@ def windows(size: int, ranges: int, length: int, seed: int, number: int, pass_nu
 
     Args:
         size: The number of tokens of the text, at least T · (ranges + 1).
-        ranges: The number of ranges.
         length: T. A window has T + 1 tokens.
-        seed: The run's seed.
-        number: The range's number.
-        pass_number: The number of the pass.
 
     Returns:
         int64 [N], where N is at least one.

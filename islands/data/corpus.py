@@ -133,7 +133,6 @@ _CARD = TypeAdapter(Card)
 
 
 def card_json(card: Card) -> bytes:
-    """Return the content of `corpus.json`."""
     return _CARD.dump_json(card, indent=2, exclude_none=True)
 
 
@@ -152,7 +151,6 @@ def prepared() -> list[str]:
 
 
 def is_prepared(name: str) -> bool:
-    """Return whether a corpus of that name is on this machine."""
     return (data_folder() / checked_name(name, "the corpus name") / CARD_FILE).is_file()
 
 
@@ -160,7 +158,6 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
     """Open the corpus of that name. `stdlib` is prepared on first use.
 
     Args:
-        name: The name.
         verifies: Whether to read all data, and compare it with its digest. Its size is always compared.
 
     Raises:

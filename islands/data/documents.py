@@ -49,7 +49,6 @@ class Reading:
     limit: int = 0
 
     def describe(self) -> str:
-        """Return the numbers in words."""
         why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
         files, skipped = "file" if self.files == 1 else "files", sum(self.skipped.values())
         text = f"{self.files:,} {files} read, {skipped:,} skipped{f' ({why})' if why else ''}"
@@ -64,9 +63,7 @@ class Document:
     """A part of a file, or a whole one.
 
     Attributes:
-        path: The file.
         start: The offset of its first byte.
-        size: Its size in bytes.
         digest: BLAKE2b-128 of its bytes.
     """
 
@@ -88,7 +85,6 @@ class Choice:
 
     Attributes:
         splits: The documents of each split, in the order in which they are written.
-        reading: What was read.
     """
 
     splits: tuple[tuple[Document, ...], ...]

@@ -65,10 +65,7 @@ def create(name: str, source: str, fill: Fill, encoding: Encoding = BYTES) -> Op
     """Create a corpus. If another process creates the same one at the same time, one of the two is used.
 
     Args:
-        name: The corpus's name.
         source: Where the data comes from, in words.
-        fill: Writes the data.
-        encoding: How text is stored.
 
     Raises:
         DataError: There is too little data (`data.too-small`), a different corpus has that name (`data.taken`), or the
@@ -172,11 +169,6 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
 
     Of a folder, `documents` chooses what is held out; of a file, it is the last tenth. Hidden files, and files that are
     empty or not UTF-8 text, are skipped, and the corpus's `reading` counts them.
-
-    Args:
-        source: The file or folder.
-        name: The corpus's name.
-        encoding: How the text is stored.
 
     Raises:
         DataError: There is nothing at `source` (`data.no-source`), the name is reserved (`data.taken`), or one of the

@@ -115,11 +115,9 @@ class TextTokenizer:
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> str:
-        """Return the content of `tokenizer.json`."""
         return str(self._inner.to_str(pretty=True))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
@@ -157,7 +155,6 @@ def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
     """Learn byte-level BPE (GPT-2, Radford et al. 2019).
 
     Args:
-        texts: The text to learn from.
         vocabulary: The number of tokens. The 256 bytes are among them, so that any text can be encoded.
 
     Raises:

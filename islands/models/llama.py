@@ -131,8 +131,6 @@ def config_of(size: Size, vocabulary: int, positions: int, dtype: str) -> dict[s
     """Return the `config.json` of a model of this size.
 
     Args:
-        size: The dimensions of the transformer.
-        vocabulary: The number of tokens.
         positions: The sequence length that it was trained on.
         dtype: The dtype of the tensors in the file.
     """

@@ -27,13 +27,10 @@ def continuation(
     """Yield tokens that continue a prompt, without end. Equal seeds give equal tokens.
 
     Args:
-        decoder: The model's decoder.
-        params: The model's parameters.
         prompt: At least one token.
         context: The most tokens that the model sees at once, at least 2. When they are full, generation continues from
             the last half of them.
         temperature: How each token is chosen (see `choose`).
-        seed: Seeds the random numbers.
     """
     step = _compile(decoder, temperature)
     key = jax.random.key(seed)

@@ -93,7 +93,6 @@ class LateCopy(HostCopy):
         self._copies, self._computed, self._copied = copies, copies.mark(), None
 
     def is_ready(self) -> bool:
-        """Return whether the device has computed the tensor."""
         return bool(self._computed.query())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -135,7 +134,6 @@ class FrozenTensors:
     """Compares the frozen tensors with what they were at first."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        """Note which tensors there are, by name."""
         self._tensors = tensors
         self._versions = {name: _version(tensor) for name, tensor in tensors.items()}
         self._expected: dict[str, int] = {}

@@ -138,7 +138,6 @@ class ModuleParameters:
         return any(map(self._is_trained, self._shared[id(tensor)]))
 
     def frozen_values(self) -> list[FrozenValues]:
-        """Return the parameters that are not trained."""
         return [
             FrozenValues(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(chunks, tensor))
             for name, tensor in self._views(self.frozen).items()
@@ -235,7 +234,6 @@ class ModuleParameters:
         return True
 
     def not_finite(self) -> list[str]:
-        """Return the names of the parameters with NaN or infinity, in the pieces of this process."""
         return [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_piece(tensor)).all())]
 
 

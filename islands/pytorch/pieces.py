@@ -84,7 +84,6 @@ class TensorPieces:
 
         Args:
             name: The tensor's name, for errors.
-            tensor: The tensor.
             mesh: The mesh of the whole model.
 
         Raises:

@@ -35,7 +35,6 @@ class TorchReplica:
         """Begin without references.
 
         Args:
-            manifest: The run.
             device: The device of the module.
             copies: Copies between the host and the device; by default a stream of CUDA, and none on other devices.
         """
@@ -156,7 +155,6 @@ class SplitReplica(TorchReplica):
         return super().measure(fragment, params, codec)
 
     def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
-        """Adopt a fragment's snapshot, which only the leader gives."""
         self._team.tell(Work.ADOPT, fragment)
         return super().adopt(fragment, params, new_N)
 

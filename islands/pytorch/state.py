@@ -34,7 +34,6 @@ class StateEntry:
     Attributes:
         group: The options of the parameter's group, such as `betas`.
         states: The state of the parameter's optimiser.
-        parameter: The parameter.
         name: The parameter's name; its position if the module does not have it.
         key: The name of the value, such as `exp_avg`.
         example: A value of this shape, dtype and device, or a plain number.
@@ -49,7 +48,6 @@ class StateEntry:
 
     @property
     def tensor(self) -> Any:
-        """The example as a tensor."""
         return self.example if torch.is_tensor(self.example) else torch.as_tensor(self.example)
 
     @property
@@ -87,7 +85,6 @@ class OptimizerState:
         """Note the optimisers.
 
         Args:
-            optimizers: The optimisers of the script.
             tensors: The tensors of the module by name.
 
         Raises:

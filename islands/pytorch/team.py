@@ -42,7 +42,6 @@ class ProcessTeam(Team):
         """Make the groups. All processes of the island do this at the same time.
 
         Args:
-            mesh: The mesh.
             group: The process group of DistributedDataParallel, without a mesh.
             device: The device of the model in this process.
             call: The call that all processes make, in words.
@@ -67,11 +66,9 @@ class ProcessTeam(Team):
         return found
 
     def meet(self, seconds: float) -> None:
-        """Wait until all processes call this, for so long. Raises RuntimeError."""
         dist.monitored_barrier(self._messages, timedelta(seconds=seconds), wait_all_ranks=True)
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the bytes of the leader. The others give as many."""
         message = torch.from_numpy(data.copy())
         dist.broadcast(message, self.ranks[0], group=self._messages)
         shared: NDArray[np.uint8] = message.numpy()

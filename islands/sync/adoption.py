@@ -27,7 +27,6 @@ class AdoptRule(NamedTuple):
     """An adopt function, and whether it keeps unsent progress.
 
     Attributes:
-        adopt: The function.
         keeps_progress: Whether unsent progress stays in the parameters and goes into the next contribution. The steps
             behind it then stay counted.
     """

@@ -96,15 +96,12 @@ class Evaluator:
     """The held-out losses of one island: its evaluations, and those that it reports.
 
     Args:
-        transport: The connection to the broker.
-        manifest: The run.
         who: The island and its incarnation, as `NAME/INCARNATION`.
         evaluation: Measures merged parameters, slice by slice; None if the island evaluates none.
         arrivals: Returns the newest snapshots that the island holds, as they were published; an empty list if it does
             not hold them all.
         every_seconds: The time between the beginnings of two evaluations.
         curves: Receives each result.
-        clock: Monotonic seconds.
         wall: Seconds of the wall clock, for the record.
     """
 
@@ -134,7 +131,6 @@ class Evaluator:
         self._thread = threading.Thread(target=self._keep_working, name="evaluator", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -177,7 +173,6 @@ class Evaluator:
         """Evaluate the final parameters if no other island still trains. A failure ends no island.
 
         Args:
-            stopped: Whether a signal has arrived.
             seconds: How long to wait, by `pause`, until everything is merged.
 
         Returns:

@@ -43,11 +43,7 @@ class StoppedBySignal(SystemExit):
 
 
 class StopSignal:
-    """Notices SIGTERM while it is watched.
-
-    Attributes:
-        has_arrived: Whether the signal has arrived.
-    """
+    """Notices SIGTERM while it is watched."""
 
     def __init__(self) -> None:
         self.has_arrived = False
@@ -202,7 +198,6 @@ def final_vectors(
 
     Args:
         transport: The connection to the whole run.
-        manifest: The run.
         sent: The stream entries of this island's contributions that were undecided when it left, by shard.
         is_over: Whether the run was at its end then. It may be now.
         deadline: When to give up, in seconds of `time.monotonic`.

@@ -43,7 +43,6 @@ class ShardRounds:
     """The rounds of one shard, as an island knows and answers them.
 
     Attributes:
-        closed: The last closed round.
         called: The open rounds that were called.
         answered: The open rounds that the island has answered.
         owed: Inner steps since the last contribution, in units of one step over the shard's fragments. A stride is owed
@@ -59,7 +58,6 @@ class ShardRounds:
 
     @property
     def window(self) -> list[int]:
-        """The open rounds."""
         return self.own.following(self.closed, self._open)
 
     def go_to(self, closed: int) -> None:
@@ -75,7 +73,6 @@ class Ledger:
     Attributes:
         global_step: The clock of the learning-rate schedule.
         merged_step: The run's step at the newest merge that the island knows of.
-        refused: The number of refused contributions.
         last_refusal: The reason of the last refusal.
     """
 
@@ -149,7 +146,6 @@ class Ledger:
 
         Args:
             of: The shard.
-            closed: The last closed round of its merger.
             unresolved: The rounds of undecided contributions to it.
         """
         shard = self.shards[of]

@@ -94,10 +94,7 @@ class Receiver:
     """What a listener receives, in threads or when the owner runs its pumps.
 
     Attributes:
-        manifest: The run.
-        pumps: They receive.
         changed: Notified when something has arrived, or failed.
-        uplink: Measures of the connection.
         is_over: Whether the run is finished, and everything that it merged has arrived.
     """
 

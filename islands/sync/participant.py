@@ -77,15 +77,11 @@ class Participant:
         """Begin from published snapshots, which the replica has taken already.
 
         Args:
-            name: The island's name.
-            manifest: The run.
             link: The connection to the broker, which has joined.
             replica: Measures and adopts the parameters.
-            parameters: The parameters of the loop.
             arrivals: One snapshot of every fragment.
             host: What the island says about its machine.
             optimizer: The state of the loop's optimiser. Without it, no peer gives such state or gets it.
-            clock: Monotonic seconds.
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
             ranges: The ranges of the run's text that the loop reads, if any.
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.

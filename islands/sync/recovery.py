@@ -180,7 +180,6 @@ def require_sound(name: str, values: NDArray[Any], bounds: MomentBounds, second:
     Args:
         name: The name that the optimiser gives to it.
         values: The array.
-        bounds: The bounds on moments.
         second: The second moments, if these are first moments of Adam.
     """
     if name in NOT_NEGATIVE and (values < 0).any():
@@ -287,10 +286,7 @@ class Newcomer:
         """Store the parts; this contacts no peer.
 
         Args:
-            transport: The connection to the broker.
-            island: The island.
             seconds: How long `complete` waits for a peer's answer.
-            pause: Sleeps for some seconds.
         """
         self.transport, self.island = transport, island
         self.seconds, self.pause = seconds, pause

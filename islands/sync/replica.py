@@ -64,7 +64,6 @@ class Replica:
         """Note where each tensor lives.
 
         Args:
-            manifest: The run.
             templates: The shape, dtype and sharding of each tensor by name. Without a sharding, a tensor is on the
                 default device, and the loop's own computations may move it. None for float32 on that device.
             donates: Whether adopting a fragment uses up its tensors, so that the next ones take their place in memory.
@@ -131,7 +130,6 @@ class Replica:
         The reference moves to what the merger will reconstruct.
 
         Args:
-            fragment: The fragment's number.
             tensors: The island's tensors, at least those of the fragment.
             codec: The name of the codec; the run's codec by default.
         """

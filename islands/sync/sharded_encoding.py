@@ -69,8 +69,6 @@ def encode(
     """Encode a fragment where its shards lie.
 
     Args:
-        chosen: The codec.
-        plan: The slices of each device.
         mesh: The devices; None if all tensors are on one.
         values: The float32 values of each tensor.
 
@@ -188,14 +186,11 @@ class AssembledPart:
 
         Args:
             index: Which of the codec's arrays it is.
-            chosen: The codec.
-            plan: The slices of each device.
             encoded: This array of all devices along the plan's axes.
         """
         self._index, self._codec, self._plan, self._encoded = index, chosen, plan, encoded
 
     def copy_to_host_async(self) -> None:
-        """Begin to copy the pieces."""
         self._encoded.copy_to_host_async()
 
     def block_until_ready(self) -> AssembledPart:

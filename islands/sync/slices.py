@@ -28,7 +28,6 @@ class Spread:
     """One tensor that is spread over several devices, as rows of which each device has equally many.
 
     Attributes:
-        tensor: The tensor.
         offset: Its first element in the fragment's vector.
         axes: The axes of the mesh that it is spread over, the slowest one first.
         devices: The number n of the devices along these axes.
@@ -48,7 +47,6 @@ class Spread:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return math.prod(self.tensor.shape[: self.merged])
 
     @property

@@ -50,8 +50,6 @@ class TaskRun:
         """Note where shards are leased.
 
         Args:
-            island: The name of the island.
-            seed: A number of this process.
             run_seed: The seed of the run.
             link: Leases shards. None reads without leases, as a check of the task does.
         """
@@ -133,7 +131,6 @@ class TaskBatches(Supply):
     """
 
     def __init__(self, named: NamedTask, run: TaskRun, batches: Any) -> None:
-        """Note the task, and what its `batches` gave."""
         super().__init__(run.reading)
         self._task = named
         self._iterator: Iterator[Any] | None = None

@@ -25,7 +25,6 @@ class TaskModel:
     Models are equal if they compile to the same programs.
 
     Attributes:
-        named: The task.
         tensors: The tensors that are trained and merged.
     """
 
@@ -56,7 +55,6 @@ class TaskModel:
         return self.named.task.optimizer is not None
 
     def init(self) -> Params:
-        """Return the first parameters by name."""
         found = self._layout.leaves_of(self.named.call("init", self.named.task.init, self._seed))
         return {name: jnp.asarray(leaf, jnp.float32) for name, leaf in sorted(found.items())}
 

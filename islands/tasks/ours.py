@@ -39,21 +39,14 @@ class OurTask(NamedTask):
 
     @property
     def data(self) -> Corpus:
-        """The corpus that all islands must have, as the run knows it."""
         return self.corpus.identity
 
     def under(self, config: RunConfig) -> OurTask:
-        """Return the task with these settings."""
         return our_task(config, self.corpus)
 
 
 def our_task(config: RunConfig, corpus: OpenCorpus) -> OurTask:
-    """Return the task of the model that the settings name.
-
-    Args:
-        config: The settings of the run.
-        corpus: The corpus to train on.
-    """
+    """Return the task of the model that the settings name."""
 
     def batches(run: TaskRun) -> Batches:
         run.offer(range_order(config.data.shards, config.seed))
@@ -90,7 +83,6 @@ def task_here(manifest: Manifest, batch_size: int = 0) -> OurTask:
     """Return the task of a run of our models, on the text of this machine.
 
     Args:
-        manifest: The run.
         batch_size: The sequences of the island's inner step; 0 for those of the run.
 
     Raises:

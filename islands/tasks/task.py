@@ -71,11 +71,7 @@ class Task:
 
 @dataclass(frozen=True)
 class NamedTask:
-    """A task, and what a run knows about it. Errors of our own tasks are faults of this package, and stay as they are.
-
-    Attributes:
-        task: The task.
-    """
+    """A task, and what a run knows of it. Errors of our own tasks are faults of this package and stay as they are."""
 
     task: Task
 
@@ -107,7 +103,6 @@ class TaskFile(NamedTask):
     """A task in a user's file.
 
     Attributes:
-        path: The file.
         variable: Its name in the file.
     """
 
@@ -116,7 +111,6 @@ class TaskFile(NamedTask):
 
     @property
     def name(self) -> str:
-        """The name of the task in its run."""
         return self.task.name or self.path.stem
 
     @property
@@ -139,7 +133,6 @@ class TaskFile(NamedTask):
             raise self.wrong(what, fault, f"Correct {self.path}.") from None
 
     def wrong(self, what: str, fault: str, remedy: str) -> ConfigError:
-        """Return the error (`task.WHAT`) for a part of the task that gives something wrong."""
         return ConfigError(f"{what} of the task {self.name!r} ({self.path}) {fault}", remedy, code=f"task.{what}")
 
 
@@ -182,7 +175,6 @@ def task_of(flag: str | None, manifest: Manifest, verb: str) -> TaskFile | None:
 
     Args:
         flag: The value of `--task`.
-        manifest: The run.
         verb: What the user called, as the beginning of a sentence.
 
     Raises:

@@ -43,10 +43,7 @@ class Workload:
     """A task with the settings of a run.
 
     Attributes:
-        named: The task.
-        config: The settings.
         model: The model of the task.
-        steps: The compiled inner steps.
     """
 
     named: NamedTask
@@ -110,8 +107,6 @@ def compiled_steps(model: TaskModel, inner: InnerConfig, workers: int = 1) -> In
     """Return the compiled inner steps, once in a process, because compiling takes longer than a short run.
 
     Args:
-        model: The model.
-        inner: The settings.
         workers: With more than one, each step takes the mean of their gradients. Batches are [n, workers, …] then.
     """
     compute = own = accumulated(model.gradient, inner.micro_batches)

@@ -32,25 +32,21 @@ class TeamReplica(Replica):
         self._team = team
 
     def begin(self, vectors: Sequence[Vector] = ()) -> Tensors:
-        """Start from one vector of each fragment."""
         self._team.tell(Work.BEGIN)
         fragments = range(len(self.sizes))
         return super().begin([self._shared(p, vectors[p] if vectors else None) for p in fragments])
 
     def merged(self, vectors: Sequence[Vector] = ()) -> Tensors:
-        """Return the parameters in one vector of each fragment."""
         self._team.tell(Work.EVALUATE)
         fragments = range(len(self.sizes))
         return super().merged([self._shared(p, vectors[p] if vectors else None) for p in fragments])
 
     def warm_up(self, tensors: Mapping[str, Any]) -> None:
-        """Compile both directions of every fragment."""
         self._team.tell(Work.WARM_UP)
         super().warm_up(tensors)
         self._team.settled(self.references)
 
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
-        """Measure a fragment."""
         self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec or self.codec))
         parts = super().measure(fragment, tensors, codec)
         self._team.settled(self.references[fragment])
@@ -61,7 +57,6 @@ class TeamReplica(Replica):
         return new_N
 
     def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector | None = None) -> Tensors:
-        """Adopt a fragment's snapshot."""
         self._team.tell(Work.ADOPT, fragment)
         return self._team.settled(super().adopt(fragment, tensors, self._shared(fragment, new_N)))  # type: ignore[no-any-return]
 
@@ -110,10 +105,7 @@ def follow(team: JaxTeam, computation: Computation, sample: Any, stopped: Callab
     """Do what the leader says until the island ends, and return its last message.
 
     Args:
-        team: The processes.
-        computation: This process's part.
         sample: A batch like those of the leader.
-        stopped: Whether a signal has arrived in this process.
     """
 
     def like_batches(steps: int) -> Any:

@@ -54,11 +54,6 @@ class HostRank:
 def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> HostRank | None:
     """Return the rank of this process; None for an island of one process.
 
-    Args:
-        coordinator: `--coordinator`.
-        hosts: `--hosts`.
-        rank: `--host-rank`.
-
     Raises:
         ConfigError: Flags are missing or wrong (`config.value`).
     """

@@ -36,7 +36,6 @@ def connect(here: HostRank, about: Mapping[str, str], seconds: float) -> JaxTeam
     Afterwards `jax.devices()` are those of all processes.
 
     Args:
-        here: The rank of this process.
         about: What all processes must have alike, by its name in words. All give the same names.
         seconds: JAX aborts this process if some have not come in that time.
 
@@ -111,7 +110,6 @@ class JaxTeam(Team):
         return jax.block_until_ready(tree) if self._is_shared else tree  # type: ignore[no-untyped-call]
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the bytes of the leader. The others give as many."""
         words = np.zeros(-(-data.size // 4), np.uint32)
         if self.leads:
             words.view(np.uint8)[: data.size] = data

@@ -167,8 +167,6 @@ def process_left(what: str, code: str, status: int = 0) -> ArchipelagoError:
     """Return the error of a process that another one has left.
 
     Args:
-        what: What has happened.
-        code: The code of the error.
         status: The exit status of the other process. This one ends with the same.
     """
     kind = {OUTAGE: HostError, FAILED: DivergedError}.get(status, ConfigError)

@@ -34,7 +34,6 @@ def create_together(team: Team, create: Callable[[], bool], give: Callable[[int]
     """Create a run of a model that is spread over processes, all of which call this. Return what `create` returned.
 
     Args:
-        team: The processes.
         create: Called in the leader. It tells the others which tensors to give.
         give: Gathers a tensor in the leader, by its number; called in the others.
 
@@ -205,7 +204,6 @@ class Following(Joined):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave."""
         try:
             if error is None or isinstance(error, StoppedBySignal):
                 self.leave()

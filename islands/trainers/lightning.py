@@ -61,7 +61,6 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
                 bar.island = self.island
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join the run."""
         if self._ends_with_run:
             trainer.fit_loop.epoch_loop.max_steps = -1
         self._synced, self._examples = trainer.global_step, 0

@@ -55,7 +55,6 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
             args.max_steps = ROOM * max(args.max_steps, self.island.length or UNKNOWN_STEPS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
-        """Join the run."""
         callbacks = _all_callbacks()
         require_one(callbacks, ArchipelagoCallback)
         limit = 0 if self._ends_with_run else state.max_steps

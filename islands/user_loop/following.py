@@ -34,7 +34,6 @@ class Published:
 
     Attributes:
         whose: The run or the file, in words.
-        run: The name of the run.
         tensors: The tensors that are trained.
         frozen: The others of the model.
     """

@@ -74,7 +74,6 @@ class SpreadLeaves:
 
 
 def joined(given: Joining) -> Leader | Follower:
-    """Return the membership of this process."""
     return (Leader if jax.process_index() == 0 else Follower)(given)
 
 

@@ -26,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class TreeParameters:
-    """The parameters of a loop: the tree that it gave last, opened only when it is needed.
-
-    Attributes:
-        tree: The tree.
-    """
+    """The parameters of a loop: the tree that it gave last, opened only when it is needed."""
 
     def __init__(self, tree: Any, trained: Any = None) -> None:
         """Begin with a tree. `trained` is what the script gives to `join`."""
@@ -107,7 +103,6 @@ class TreeParameters:
         return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.tree))
 
     def not_finite(self) -> list[str]:
-        """Return the names of the leaves with NaN or infinity."""
         return not_finite(self.named())
 
     def _opened(self) -> dict[str, Any]:

@@ -57,7 +57,6 @@ def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: 
     """Raise MismatchError (`loop.other-tensors`), with the difference, unless the trained tensors are those of the run.
 
     Args:
-        manifest: The run.
         tensors: The tensors that the island trains.
         frozen: The names of those that it does not train.
     """

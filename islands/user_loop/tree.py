@@ -53,7 +53,6 @@ class TreeLayout:
         """Return the layout of a tree of parameters.
 
         Args:
-            tree: The tree.
             trained: Which leaves are trained: a regular expression, or a function of the name. None for all
                 floating-point leaves.
 

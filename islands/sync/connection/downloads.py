@@ -136,7 +136,6 @@ def judged(
     """Return what an island does about an event, after it has heard of round `heard`.
 
     Args:
-        event: The event.
         manifest: The run or the shard.
         heard: The last closed round that the island believes in.
         window: The rounds after it that can be open, in order.
@@ -181,7 +180,6 @@ def believable_step(
     one before it, must be on the tape too.
 
     Args:
-        snapshot: The snapshot.
         known: The largest step that the island believes in.
         steps: The length of the run in steps.
         interval: The steps between two syncs of a fragment.

@@ -126,9 +126,7 @@ class Heartbeats:
         """Start without a claim to the name.
 
         Args:
-            transport: The connection to the run.
             channels: What it sends to each shard, and what it gets from there.
-            manifest: The run.
             who: The island and its incarnation, `NAME/INCARNATION`.
             uplink: Measures the round trip.
             clock, wall: Monotonic seconds, and those of the wall clock for notes.

@@ -64,7 +64,6 @@ class Link:
         heartbeats: What the island tells the mergers each second, and what it hears then.
         leases: Its leases of ranges of text.
         giver: Gives its inner optimiser state to newcomers.
-        uplink: Measures of the connection.
         unsound: The fragments of contributions that were dropped, because they were not sound.
     """
 
@@ -80,11 +79,8 @@ class Link:
         """Create a link whose threads do not run yet.
 
         Args:
-            transport: The connection to the broker.
-            manifest: The run.
             who: The island and its incarnation, `NAME/INCARNATION`.
             ranges: The ranges of the text that the island may read, in its order of preference.
-            clock: Monotonic seconds.
             wall: Seconds of the wall clock, for notes.
         """
         self.transport, self.manifest, self.who, self.clock = transport, manifest, who, clock
@@ -231,7 +227,6 @@ class Link:
     # -- pumps --------------------------------------------------------------------------------------------------------
 
     def pump_receive(self) -> None:
-        """Receive events and snapshots."""
         for channel in self.channels:
             channel.inbox.pump()
 

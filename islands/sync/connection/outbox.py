@@ -59,9 +59,6 @@ class Sent:
     """A contribution that the broker has or may have.
 
     Attributes:
-        contribution: The message.
-        identity: Its identity as text.
-        payload: Its payload.
         entry: Its stream entry; empty until the broker has acknowledged it, `LOST` if it must be sent again.
         merged_in: The round that merged it; None until the merger has decided.
         merged_at: When this island heard of that.
