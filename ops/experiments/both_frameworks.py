@@ -92,10 +92,10 @@ class TorchIsland(Participant):
 
 
 class MixedRun(VirtualRun):
-    """A run whose islands train in the given frameworks, in turn. The trial says which of them are slow."""
+    """A run whose islands train in the frameworks of the trial, in turn. It also says which of them are slow."""
 
-    def __init__(self, work: Workload, frameworks: Sequence[str], trial: Trial) -> None:
-        self._frameworks = cycle(frameworks)
+    def __init__(self, work: Workload, trial: Trial) -> None:
+        self._frameworks = cycle(trial.frameworks.split())
         super().__init__(work, paces(trial.islands, trial.slow, trial.slowed))
 
     def new_island(
@@ -116,8 +116,8 @@ class MixedRun(VirtualRun):
         return cast(Island, island)  # it has all that a virtual run needs
 
 
-def played(frameworks: Sequence[str], trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
-    """Train one of our models by islands in these frameworks, and report each evaluation. Return the run's figures.
+def played(trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
+    """Train one of our models by islands in the trial's frameworks, and report each evaluation. Return the figures.
 
     Raises:
         ConfigError: They cannot train the run's model alike (`config.value`).
@@ -131,4 +131,4 @@ def played(frameworks: Sequence[str], trial: Trial, work: Workload, note: Progre
         )
     torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
     with jax.default_matmul_precision("float32"):
-        return figures(play(MixedRun(work, frameworks, trial), scoring(work), note))
+        return figures(play(MixedRun(work, trial), scoring(work), note))

@@ -9,7 +9,6 @@ several calls: each one runs what is left, in the order of ARMS, and shows all t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import tomllib
@@ -18,31 +17,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
 from archipelago.broker.config import InnerConfig, RunConfig, checked
+from archipelago.broker.config import flat as config_values
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
-from archipelago.broker.machine import require_extra
 from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.process import finite, keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.study import append, flat, records
-from archipelago.ops.experiments.trial import (
-    ISLANDS_MAX,
-    CurvePoint,
-    Progress,
-    Record,
-    Settings,
-    Trial,
-    TrialRow,
-    key_of,
-    measure,
-)
+from archipelago.ops.experiments.study import append, records, trials_of, unmeasured
+from archipelago.ops.experiments.trial import ISLANDS_MAX, CurvePoint, Record, Trial, TrialRow, key_of, measure
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import is_given, say
 
@@ -57,45 +45,33 @@ ArmName = Literal[
 ]
 
 
-class Arm(NamedTuple):
-    """What is tried.
-
-    Attributes:
-        settings: Settings by dotted name, in place of those of the run.
-        kind: Islands, or one of their baselines (`trial.KINDS`).
-        frameworks: The frameworks of the islands, in turn (`both_frameworks`); none for our worker.
-    """
-
-    settings: Settings = MappingProxyType({})
-    kind: str = "islands"
-    frameworks: tuple[str, ...] = ()
-
-
 _MUON, _NESTEROV = {"inner.optimizer": "muon"}, {"outer.rule": "nesterov"}
 _FLOAT32 = {"model.compute_dtype": "float32"}
-#: Everything that can be tried. The first seven are tried by default, the most informative first. Their order was
-#: written down before any of them was run with 25 M parameters.
-ARMS: Mapping[ArmName, Arm] = {
+#: Everything that can be tried, as a grid of a study. The first seven are tried by default, the most informative first.
+#: Their order was written down before any of them was run with 25 M parameters.
+ARMS: Mapping[ArmName, Mapping[str, Any]] = {
     # Is the loss of islands at most 1 % above that of data-parallel training?
-    "parallel": Arm(kind="parallel"),
-    "islands": Arm(),
+    "parallel": {"kind": "parallel"},
+    "islands": {},
     # How far are they from the better baseline?
-    "parallel-muon": Arm(_MUON, kind="parallel"),
+    "parallel-muon": {"kind": "parallel", **_MUON},
     # Does Muon inside, with the outer momentum of MuLoCo (arXiv 2505.23725), shorten that distance?
-    "muon-0.6": Arm({**_MUON, **_NESTEROV, "outer.momentum": 0.6}),
-    "muon-0.8": Arm({**_MUON, **_NESTEROV, "outer.momentum": 0.8}),
+    "muon-0.6": {**_MUON, **_NESTEROV, "outer.momentum": 0.6},
+    "muon-0.8": {**_MUON, **_NESTEROV, "outer.momentum": 0.8},
     # Is the outer step of IsoLoCo (arXiv 2607.03011) better than our schedule?
-    "isoloco": Arm({**_NESTEROV, "outer.momentum": 0.8, "outer.learning_rate": 1.8}),
+    "isoloco": {**_NESTEROV, "outer.momentum": 0.8, "outer.learning_rate": 1.8},
     # What is isotropic merging worth?
-    "rda": Arm({"merge.embedding": "rda", "merge.rest": "rda"}),
+    "rda": {"merge.embedding": "rda", "merge.rest": "rda"},
     # Does it matter in which framework islands train?
-    "jax": Arm(_FLOAT32, frameworks=("jax",)),
-    "pytorch": Arm(_FLOAT32, frameworks=("pytorch",)),
-    "jax-pytorch": Arm(_FLOAT32, frameworks=("jax", "pytorch")),
+    "jax": {"frameworks": "jax", **_FLOAT32},
+    "pytorch": {"frameworks": "pytorch", **_FLOAT32},
+    "jax-pytorch": {"frameworks": "jax pytorch", **_FLOAT32},
 }
+#: What the others are compared with.
+BASELINES: tuple[ArmName, ...] = ("parallel", "parallel-muon", "jax", "pytorch")
 #: What is tried of a user's task.
 FEW: tuple[ArmName, ...] = ("parallel", "islands")
-DEFAULT: tuple[ArmName, ...] = tuple(name for name, arm in ARMS.items() if not arm.frameworks)
+DEFAULT: tuple[ArmName, ...] = tuple(name for name, arm in ARMS.items() if "frameworks" not in arm)
 
 
 @dataclass(frozen=True)
@@ -176,17 +152,21 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     unit, path, began = loss_unit(work.named.data), options.output / "parity" / f"{task}.jsonl", time.monotonic()
     make_untracked(options.output)
     path.parent.mkdir(exist_ok=True)
-    known = {(record["arm"], key_of(record)): record for record in records(path)}
-    found, left, kept = defaultdict[Place, list[Record]](list), 0, 0
-    for place, trial, config in plan:
-        record = known.get((place.arm, trial.key))
-        kept += record is not None
-        if record is None and time.monotonic() - began < 60 * options.minutes:
-            progress = partial(_say, f"{place}, seed {trial.seed}", unit)
-            record = {"arm": place.arm, **_measured(ARMS[place.arm], trial, work, config, progress)}
-            append(path, finite(record))
-        left += record is None
-        found[place] += [record] if record else []
+
+    def known() -> Mapping[str, Record]:
+        return {key_of(record): record for record in records(path)}
+
+    kept = sum(trial.key in known() for _, trial in plan)
+    names = {trial: f"{place}, seed {trial.seed}" for place, trial in plan}
+    for trial in unmeasured([*names], path, known):
+        if time.monotonic() - began >= 60 * options.minutes:
+            break
+        of_trial = work.of(work.named.under(trial.config), trial.config)
+        append(path, finite(measure(trial, of_trial, progress=partial(_say, names[trial], unit))))
+    found = defaultdict[Place, list[Record]](list)
+    for place, trial in plan:
+        found[place] += [record] if (record := known().get(trial.key)) else []
+    left = len(plan) - sum(map(len, found.values()))
     if kept:
         say(f"{kept} of {len(plan)} results are of earlier calls: if {task} has changed since, delete {path}")
     if left:
@@ -199,48 +179,26 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Trial, RunConfig]]:
-    """Yield the trials in order, each with its row and the settings of its run."""
-    is_task, usual = isinstance(work.named, TaskFile), work.config.sync.interval
+def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Trial]]:
+    """Yield the trials in order, each with its row."""
+    is_task, config, usual = isinstance(work.named, TaskFile), work.config, work.config.sync.interval
     for name in options.trials or (FEW if is_task else DEFAULT):
         arm = ARMS[name]
-        if is_task and (arm.frameworks or (work.model.has_own_optimizer and "inner.optimizer" in arm.settings)):
+        if is_task and ("frameworks" in arm or (work.model.has_own_optimizer and "inner.optimizer" in arm)):
             raise ConfigError(
                 f"the trial {name!r} is not one of the task {work.named.name!r}, which has its own loss and optimiser",
                 "Leave it out, or compare one of our models.",
                 code="config.value",
             )
-        for count in options.islands:
-            for interval in options.intervals if arm.kind == "islands" and options.intervals else (usual,):
-                config = _changed(work.config, {**arm.settings, "sync.interval": interval})
-                settings = flat(dataclasses.asdict(config))
-                for seed in options.seeds or (config.seed,):
-                    trial = Trial.of(settings, seed, kind=arm.kind, islands=count, slow=options.slow)
-                    yield Place(name, count, interval), trial, replace(config, seed=seed)
-
-
-def _changed(config: RunConfig, settings: Settings) -> RunConfig:
-    """Return the config with other values of some settings, by dotted name."""
-    for name, value in settings.items():
-        section, key = name.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-    return checked(config)
+        axes = {"islands": list(options.islands), "sync.interval": list(options.intervals or (usual,))}
+        grid = {**arm, **axes, "slow": options.slow, "seeds": options.seeds or [config.seed]}
+        for trial in dict.fromkeys(trials_of(grid, config_values(config))):  # baselines have no intervals
+            yield Place(name, trial.islands, dict(trial.settings).get("sync.interval", usual)), trial
 
 
 def _say(name: str, unit: LossUnit, point: CurvePoint) -> None:
     """Say the loss of a trial so far, because a trial may take an hour."""
     say(f"{name}: {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name} after {point.tokens:,} tokens")
-
-
-def _measured(arm: Arm, trial: Trial, work: Workload, config: RunConfig, progress: Progress) -> dict[str, Any]:
-    """Run a trial and return its record."""
-    sections = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    if not arm.frameworks:
-        return measure(trial, work.changed(**sections), progress=progress)
-    require_extra("llama", "Training in PyTorch")
-    from archipelago.ops.experiments.both_frameworks import played
-
-    return measure(trial, work.changed(**sections), partial(played, arm.frameworks), progress)
 
 
 def _row(
@@ -249,8 +207,7 @@ def _row(
     """Return a line of the table. A column has the ratio to each baseline with as many islands."""
     spread = unit.from_evaluation(row.spread) if len(row.records) > 1 else math.nan
     first, ratios = row.records[0], dict[str, float]()
-    baselines = {other.arm: ARMS[other.arm] for other in rows}
-    for name in (name for name, arm in baselines.items() if arm.kind == "parallel" or len(arm.frameworks) == 1):
+    for name in dict.fromkeys(other.arm for other in rows if other.arm in BASELINES):
         same = next((rows[other] for other in rows if (other.arm, other.islands) == (name, place.islands)), None)
         # A user's loss may be negative; then ratios mean nothing.
         has_ratio = same is not None and all(loss > 0 for loss in same.losses.values())

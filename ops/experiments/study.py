@@ -15,6 +15,7 @@ A TOML file names trials as grids, and a file beside it holds the results, one J
     hostile = 0                         # how many islands are hostile
     attack = "flip"                     # what they do, see ops/experiments/island_runs.py
     apart = false                       # each island reads a part of the text of its own
+    frameworks = ""                     # "jax pytorch" trains a Llama in PyTorch beside our model in JAX
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting
 
@@ -31,6 +32,7 @@ import math
 import os
 import time
 import tomllib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +145,9 @@ def load(folder: Path, name: str) -> Study:
     if unknown := sorted(set(values) - _TOP):
         raise ConfigError(f"the study {name!r} has unknown keys: {', '.join(unknown)}", _SHAPE, code="study.shape")
     base = flat(_toml(folder / str(values["base"]))) if "base" in values else {}
+    top = {"seeds": values.get("seeds", [0])}
     try:
-        found = [trial for grid in values.get("grid", ()) for trial in _trials(grid, base, values.get("seeds", [0]))]
+        found = [trial for grid in values.get("grid", ()) for trial in trials_of({**top, **grid}, base)]
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"the study {name!r} has a grid that cannot be read ({error})", _SHAPE, code="study.shape"
@@ -160,7 +163,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.toml") if "grid" in _toml(path))
 
 
-def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) -> Iterator[Trial]:
+def trials_of(grid: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Trial]:
+    """Yield the trials of a grid, a trial for each of its seeds. The settings of `base` are those of all trials."""
     lists = flat({k: v for k, v in grid.items() if k != "seeds"})
     axes = {name: value if isinstance(value, list) else [value] for name, value in lists.items()}
     for values in itertools.product(*axes.values()):
@@ -169,7 +173,7 @@ def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) 
         if unknown := sorted(name for name in chosen if "." not in name):
             raise ValueError(f"unknown: {', '.join(unknown)}")
         settings = {**base, **chosen}
-        for seed in grid.get("seeds", seeds):
+        for seed in grid["seeds"]:
             yield Trial.of(settings, int(seed), **own)
 
 
@@ -244,18 +248,22 @@ def run(study: Study, folder: Path, known: Callable[[], Mapping[str, Record]]) -
     began, done = time.monotonic(), 0
     varied = [name for name in varying([trial.named_values for trial in study.trials]) if name != "islands"]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{study.name}.lock").open("ab") as lock:
-        for number, trial in enumerate(study.trials):
-            if not _claimed(lock, number) or trial.key in known():
-                continue
-            record = measure(trial)
-            append(
-                folder / f"{study.name}.jsonl", finite({**record, "command": f"archipelago bench study {study.name}"})
-            )
-            done += 1
-            minutes = (time.monotonic() - began) / done * (left - done) / 60
-            say(f"{done}/{left}  {in_words(trial, record, varied)}  {record['seconds']:.0f} s, {minutes:.0f} min left")
+    path = folder / f"{study.name}.jsonl"
+    for trial in unmeasured(study.trials, path, known):
+        record = measure(trial)
+        append(path, finite({**record, "command": f"archipelago bench study {study.name}"}))
+        done += 1
+        minutes = (time.monotonic() - began) / done * (left - done) / 60
+        say(f"{done}/{left}  {in_words(trial, record, varied)}  {record['seconds']:.0f} s, {minutes:.0f} min left")
     return done
+
+
+def unmeasured(trials: Sequence[Trial], path: Path, known: Callable[[], Mapping[str, Record]]) -> Iterator[Trial]:
+    """Yield the trials that have no result and that no other process runs. `path` is where their records go."""
+    with path.with_name(f".{path.stem}.lock").open("ab") as lock:
+        for trial in trials:
+            if _claimed(lock, zlib.crc32(trial.key.encode())) and trial.key not in known():
+                yield trial
 
 
 def _claimed(lock: IO[bytes], number: int) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.machine import require_extra
 from archipelago.broker.manifest import installed_versions
 from archipelago.ops.launch.init import workload_of
 
@@ -55,6 +56,7 @@ class Trial:
         hostile: How many of the islands are hostile.
         attack: What they do, one of ATTACKS.
         apart: Each island reads a part of the text of its own.
+        frameworks: Those in which the islands train, in turn, such as `jax pytorch`; empty for our worker.
         seed: The seed of the run.
         settings: Pairs of a dotted name and a value, sorted by name.
     """
@@ -67,6 +69,7 @@ class Trial:
     hostile: int = 0
     attack: str = ""
     apart: bool = False
+    frameworks: str = ""
     seed: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -101,13 +104,14 @@ class Trial:
             and 0.0 <= self.sending < math.inf
             and 0 <= self.hostile < self.islands
             and (not self.hostile or self.attack in ATTACKS)
+            and set(self.frameworks.split()) <= {"jax", "pytorch"}
         )
         if not is_possible:
             asked = {name: getattr(self, name) for name in OWN if getattr(self, name) != OWN[name]}
             raise ConfigError(
                 f"a study cannot have a trial of {asked}",
                 f"The kinds are {', '.join(KINDS)}. Of 1 to {ISLANDS_MAX} islands, one is not slow, one not hostile; "
-                f"attacks are {', '.join(ATTACKS)}.",
+                f"attacks are {', '.join(ATTACKS)}; frameworks are jax and pytorch.",
                 code="study.trial",
             )
 
@@ -212,8 +216,12 @@ def _played(trial: Trial, workload: Workload, note: Progress) -> dict[str, Any]:
     from archipelago.ops.experiments import baselines
     from archipelago.ops.experiments.island_runs import figures, islands
 
-    config = workload.config
-    steps = config.inner.steps * work_of(trial)  # Baselines train on as many tokens as the islands.
+    if trial.frameworks:
+        require_extra("llama", "Training in PyTorch")
+        from archipelago.ops.experiments.both_frameworks import played
+
+        return played(trial, workload, note)
+    steps = workload.config.inner.steps * work_of(trial)  # Baselines train on as many tokens as the islands.
     if trial.kind == "islands":
         return figures(islands(workload, trial, note))
     workers = trial.islands if trial.kind == "parallel" else 1

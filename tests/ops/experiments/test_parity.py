@@ -124,13 +124,15 @@ def test_a_length_that_is_given_counts_although_it_is_the_default(
     assert lengths == [short, short, default, default]
 
 
-def test_each_trial_changes_what_its_name_says() -> None:
-    changed = {name: parity._changed(RunConfig(), arm.settings) for name, arm in ARMS.items()}
-    assert changed["parallel"] == changed["islands"] == RunConfig()
+def test_each_trial_changes_what_its_name_says(corpus: OpenCorpus, tmp_path: Path) -> None:
+    plan = parity._planned(our_work(SMALL, corpus), options_of(tmp_path, *ARMS))
+    changed = {place.arm: trial.config for place, trial in plan}
+    assert changed["islands"] == SMALL
+    assert (changed["parallel"].inner, changed["parallel"].model) == (SMALL.inner, SMALL.model)
     outer = changed["muon-0.6"].outer
     assert (changed["muon-0.6"].inner.optimizer, outer.rule, outer.momentum) == ("muon", "nesterov", 0.6)
     assert (changed["isoloco"].outer.momentum, changed["isoloco"].outer.learning_rate) == (0.8, 1.8)
-    assert {config.model.compute_dtype for name, config in changed.items() if ARMS[name].frameworks} == {"float32"}
+    assert {config.model.compute_dtype for name, config in changed.items() if "frameworks" in ARMS[name]} == {"float32"}
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -170,8 +172,8 @@ def test_islands_in_any_framework_may_be_slow(corpus: OpenCorpus, monkeypatch: p
     monkeypatch.setattr(VirtualRun, "__init__", lambda run, work, seconds: made.append(seconds))
     monkeypatch.setattr(both_frameworks, "play", lambda run, point, note: run)
     monkeypatch.setattr(both_frameworks, "figures", lambda run: {"rounds": 7})
-    trial = Trial.of({}, islands=3, slow=4.0)
-    assert both_frameworks.played(("jax",), trial, our_work(SMALL, corpus), list[CurvePoint]().append) == {"rounds": 7}
+    trial = Trial.of({}, islands=3, slow=4.0, frameworks="jax")
+    assert both_frameworks.played(trial, our_work(SMALL, corpus), list[CurvePoint]().append) == {"rounds": 7}
     assert made == [paces(3, 4.0, 1)]
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_a_result_is_shown_with_the_settings_that_vary() -> None:
 CLAIM = """
 import fcntl, sys
 with open(sys.argv[1], "ab") as lock:
-    fcntl.lockf(lock, fcntl.LOCK_EX, 1, 0)
+    fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(sys.argv[2]))
     print("locked", flush=True)
     sys.stdin.read()
 """
@@ -182,7 +183,8 @@ with open(sys.argv[1], "ab") as lock:
 
 def test_a_trial_that_another_process_runs_is_left_to_it(folder: Path, measured: list[Trial]) -> None:
     study = studies.load(folder, "rates")
-    command = [sys.executable, "-c", CLAIM, str(folder / ".rates.lock")]
+    number = str(zlib.crc32(study.trials[0].key.encode()))
+    command = [sys.executable, "-c", CLAIM, str(folder / ".rates.lock"), number]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
         assert run_rest(study, folder) == 5
