@@ -108,107 +108,63 @@ GROUPS: Mapping[str, Verbs] = {
 }
 VERBS: Verbs = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
 
-#: The examples at the end of each verb's `--help`, by the words after `archipelago`. A test parses each.
-EXAMPLES: dict[str, dict[str, str]] = {
-    "up": {
-        "archipelago up": "Train the smallest model on this machine, with three islands.",
-        "archipelago up --run mine --islands 2 --data.corpus mine --inner.steps 3000": "Train on your own text.",
-        "archipelago up --task docs/examples/task_bytes.py --run bytes": "Train a model of your own, from a file.",
-        "archipelago up --run mine --resume": "Continue from the newest checkpoint after the Redis was lost.",
-        "archipelago up --run shared --open": "Let other machines join, over TLS and with invitations.",
-    },
-    "init": {
-        "archipelago init redis://HOST:6379 --run demo --model.size small": "Create a run in a Redis.",
-        "archipelago init --run bytes --task docs/examples/task_bytes.py": "Create a run that trains a task of yours.",
-        "archipelago init --run tuned --from demo-llama --data.corpus mine": "Begin with the weights of an export.",
-    },
-    "island": {
-        "archipelago island demo.oslo.join": "Join with a join file that `archipelago invite` made.",
-        "archipelago island --run bytes --task docs/examples/task_bytes.py": "Train the task of the run.",
-        "archipelago island --run demo --coordinator node0:9000 --hosts 2 --host-rank 1": "Be the second host of one.",
-    },
-    "merger": {
-        "archipelago merger demo.merger.join": "Serve the run demo. The second one stands by.",
-        "archipelago merger --run demo --resume": "Restore the run from its checkpoints if the Redis has lost it.",
-        "archipelago merger --run demo --bucket s3://my-bucket/runs": "Copy the checkpoints to a bucket.",
-    },
-    "status": {
-        "archipelago status --run demo": "Show the run once. The exit status is 1 if somebody should look at it.",
-        "archipelago status --run demo --watch": "Show it live.",
-    },
-    "runs": {
-        "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",
-        "archipelago runs redis://HOST:6379 --json": "List the runs of a Redis for a program.",
-    },
-    "completion": {"archipelago completion bash": "Print the script, for the file from which your shell reads it."},
-    "rm": {
-        "archipelago rm old runs/old/admin.join": "Delete the keys of the run old, after you typed its name.",
-        "archipelago rm old redis://HOST:6379 --yes": "Delete it without a question, for scripts.",
-    },
-    "dash": {
-        "archipelago dash --run demo": "Serve the page of the run on this machine.",
-        "archipelago dash --host 0.0.0.0 --port 8080": "Serve the page to other machines.",
-    },
-    "steer": {
-        "archipelago steer --run demo": "Show what is set.",
-        "archipelago steer outer.learning_rate=0.5 sync.quorum=2": "Change two settings from the next round on.",
-        "archipelago steer merging=paused": "Pause merging; `merging=` resumes it.",
-    },
-    "invite": {
-        "archipelago invite oslo --run demo": "Make a user and a join file for the island oslo.",
-        "archipelago invite eyes --role viewer": "Let somebody look.",
-        "archipelago invite": "List the members.",
-    },
-    "revoke": {"archipelago revoke oslo --run demo": "End the membership of the island oslo at once."},
-    "doctor": {
-        "archipelago doctor demo.oslo.join": "Check this site before it joins.",
-        "archipelago doctor": "Check only this machine.",
-    },
-    "report": {
-        "archipelago report demo": "Write the report of the run in runs/demo.",
-        "archipelago report demo.oslo.join --out demo.html": "Write that of a run at a Redis.",
-    },
-    "export": {
-        "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",
-        "archipelago export redis://HOST:6379 --run demo --out demo-llama": "Write the newest parameters of a run.",
-    },
-    "serve-weights": {
-        "archipelago serve-weights weights/ redis://HOST:6379 --run demo": "Hand each version on to inference engines.",
-    },
-    "generate": {
-        "archipelago generate demo-llama --prompt 'def main(' --tokens 200": "Continue a prompt with an export.",
-        "archipelago generate redis://HOST:6379 --run demo": "Sample from a run that trains now.",
-    },
-    "prepare": {
-        "archipelago prepare notes/ --name mine": "Make a corpus of the text files in a folder.",
-        "archipelago prepare notes/ --name mine-bpe --tokenizer bpe:16384": "Learn a tokenizer on it.",
-    },
-    "replay": {
-        "archipelago replay demo": "Merge the recorded run again, and compare every digest.",
-    },
-    "chaos": {
-        "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",
-        "archipelago chaos --task docs/examples/task_bytes.py": "Kill processes that train a task of yours.",
-    },
-    "bench parity": {
-        "archipelago bench parity --trials parallel islands": "Compare with data-parallel training, in minutes.",
-        "archipelago bench parity --model.size base --minutes 8": "Try some ways to merge; again, and try the rest.",
-        "archipelago bench parity --trials jax pytorch jax-pytorch --islands 2": "Train a Llama in PyTorch as well.",
-    },
-    "bench study": {"archipelago bench study isotropic --show": "Show the table of a study."},
-    "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
-    "bench merge": {"archipelago bench merge --quick": "Measure codecs, merges and many islands."},
-    "bench sync": {
-        "archipelago bench sync --quick": "Measure one synchronisation.",
-    },
-    "bench accelerator": {
-        "archipelago bench accelerator --quick": "Try the table of an accelerator on any machine.",
-    },
-    "bench largest": {"archipelago bench largest --quick": "Send a large model through Redis."},
-    "simulate plan": {
-        "archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites.",
-    },
-    "simulate tables": {"archipelago simulate tables --days 2": "Compare with the published tables."},
+#: The examples at the end of the `--help` of the verb that they begin with. A test parses each.
+EXAMPLES = {
+    "archipelago up": "Train the smallest model on this machine, with three islands.",
+    "archipelago up --run mine --islands 2 --data.corpus mine --inner.steps 3000": "Train on your own text.",
+    "archipelago up --task docs/examples/task_bytes.py --run bytes": "Train a model of your own, from a file.",
+    "archipelago up --run mine --resume": "Continue from the newest checkpoint after the Redis was lost.",
+    "archipelago up --run shared --open": "Let other machines join, over TLS and with invitations.",
+    "archipelago init redis://HOST:6379 --run demo --model.size small": "Create a run in a Redis.",
+    "archipelago init --run bytes --task docs/examples/task_bytes.py": "Create a run that trains a task of yours.",
+    "archipelago init --run tuned --from demo-llama --data.corpus mine": "Begin with the weights of an export.",
+    "archipelago island demo.oslo.join": "Join with a join file that `archipelago invite` made.",
+    "archipelago island --run bytes --task docs/examples/task_bytes.py": "Train the task of the run.",
+    "archipelago island --run demo --coordinator node0:9000 --hosts 2 --host-rank 1": "Be the second host of one.",
+    "archipelago merger demo.merger.join": "Serve the run demo. The second one stands by.",
+    "archipelago merger --run demo --resume": "Restore the run from its checkpoints if the Redis has lost it.",
+    "archipelago merger --run demo --bucket s3://my-bucket/runs": "Copy the checkpoints to a bucket.",
+    "archipelago status --run demo": "Show the run once. The exit status is 1 if somebody should look at it.",
+    "archipelago status --run demo --watch": "Show it live.",
+    "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",
+    "archipelago runs redis://HOST:6379 --json": "List the runs of a Redis for a program.",
+    "archipelago completion bash": "Print the script, for the file from which your shell reads it.",
+    "archipelago rm old runs/old/admin.join": "Delete the keys of the run old, after you typed its name.",
+    "archipelago rm old redis://HOST:6379 --yes": "Delete it without a question, for scripts.",
+    "archipelago dash --run demo": "Serve the page of the run on this machine.",
+    "archipelago dash --host 0.0.0.0 --port 8080": "Serve the page to other machines.",
+    "archipelago steer --run demo": "Show what is set.",
+    "archipelago steer outer.learning_rate=0.5 sync.quorum=2": "Change two settings from the next round on.",
+    "archipelago steer merging=paused": "Pause merging; `merging=` resumes it.",
+    "archipelago invite oslo --run demo": "Make a user and a join file for the island oslo.",
+    "archipelago invite eyes --role viewer": "Let somebody look.",
+    "archipelago invite": "List the members.",
+    "archipelago revoke oslo --run demo": "End the membership of the island oslo at once.",
+    "archipelago doctor demo.oslo.join": "Check this site before it joins.",
+    "archipelago doctor": "Check only this machine.",
+    "archipelago report demo": "Write the report of the run in runs/demo.",
+    "archipelago report demo.oslo.join --out demo.html": "Write that of a run at a Redis.",
+    "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",
+    "archipelago export redis://HOST:6379 --run demo --out demo-llama": "Write the newest parameters of a run.",
+    "archipelago serve-weights weights/ redis://HOST:6379 --run demo": "Hand each version on to inference engines.",
+    "archipelago generate demo-llama --prompt 'def main(' --tokens 200": "Continue a prompt with an export.",
+    "archipelago generate redis://HOST:6379 --run demo": "Sample from a run that trains now.",
+    "archipelago prepare notes/ --name mine": "Make a corpus of the text files in a folder.",
+    "archipelago prepare notes/ --name mine-bpe --tokenizer bpe:16384": "Learn a tokenizer on it.",
+    "archipelago replay demo": "Merge the recorded run again, and compare every digest.",
+    "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",
+    "archipelago chaos --task docs/examples/task_bytes.py": "Kill processes that train a task of yours.",
+    "archipelago bench parity --trials parallel islands": "Compare with data-parallel training, in minutes.",
+    "archipelago bench parity --model.size base --minutes 8": "Try some ways to merge; again, and try the rest.",
+    "archipelago bench parity --trials jax pytorch jax-pytorch --islands 2": "Train a Llama in PyTorch as well.",
+    "archipelago bench study isotropic --show": "Show the table of a study.",
+    "archipelago bench wire --quick": "Measure payloads through Redis on this machine.",
+    "archipelago bench merge --quick": "Measure codecs, merges and many islands.",
+    "archipelago bench sync --quick": "Measure one synchronisation.",
+    "archipelago bench accelerator --quick": "Try the table of an accelerator on any machine.",
+    "archipelago bench largest --quick": "Send a large model through Redis.",
+    "archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites.",
+    "archipelago simulate tables --days 2": "Compare with the published tables.",
 }
 
 
@@ -258,9 +214,13 @@ def _readable_help(program: str) -> Iterator[None]:
     finally:
         shown.seek(0)
         if text := shown.read():
-            examples = EXAMPLES.get(program.partition(" ")[2], {})
-            lines = [f"  $ {command}\n      {what}\n" for command, what in examples.items()]
+            lines = [f"  $ {command}\n      {what}\n" for command, what in examples_of(program).items()]
             sys.stdout.write("".join([_without_none(text), *(["\nexamples:\n"] if lines else []), *lines]))
+
+
+def examples_of(program: str) -> dict[str, str]:
+    """Return the examples of a verb, such as `archipelago bench sync`."""
+    return {command: what for command, what in EXAMPLES.items() if f"{command} ".startswith(f"{program} ")}
 
 
 def _without_none(text: str) -> str:
