@@ -37,32 +37,20 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_CONFIG, _ERRORS = "archipelago.broker.config", "archipelago.broker.errors"
-
-#: The module of each public name. It is imported on first use, so that `import archipelago` is quick.
-_HOMES = {
-    "AdoptConfig": _CONFIG,
-    "ArchipelagoError": _ERRORS,
-    "BrokerError": _ERRORS,
-    "ConfigError": _ERRORS,
-    "DataError": _ERRORS,
-    "DivergedError": _ERRORS,
-    "JoinedRun": "archipelago.islands.user_loop.joining",
-    "MergeConfig": _CONFIG,
-    "OuterConfig": _CONFIG,
-    "RunConfig": _CONFIG,
-    "SyncConfig": _CONFIG,
-    "Task": "archipelago.islands.tasks.task",
-    "UnreachableError": _ERRORS,
-    "Version": "archipelago.islands.sync.listener",
-    "WireConfig": _CONFIG,
-    "WireError": _ERRORS,
-    "connect": "archipelago.broker.redis.transport",
-    "create": "archipelago.islands.user_loop.joining",
-    "follow": "archipelago.islands.user_loop.following",
-    "join": "archipelago.islands.user_loop.joining",
-    "load": "archipelago.ops.weights.loading",
-}
+#: The public names of each module. They are imported on first use, so that `import archipelago` is quick.
+_PUBLIC = {
+    "broker.config": ("AdoptConfig", "MergeConfig", "OuterConfig", "RunConfig", "SyncConfig", "WireConfig"),
+    "broker.errors": (
+        "ArchipelagoError", "BrokerError", "ConfigError", "DataError", "DivergedError", "UnreachableError", "WireError",
+    ),
+    "broker.redis.transport": ("connect",),
+    "islands.sync.listener": ("Version",),
+    "islands.tasks.task": ("Task",),
+    "islands.user_loop.following": ("follow",),
+    "islands.user_loop.joining": ("JoinedRun", "create", "join"),
+    "ops.weights.loading": ("load",),
+}  # fmt: skip
+_HOMES = {name: f"archipelago.{module}" for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
     "AdoptConfig",
