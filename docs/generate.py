@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from archipelago.broker.config import RunConfig
-from archipelago.ops.commands import EXAMPLES, VERBS, Verb, VerbGroup, Verbs
+from archipelago.ops.commands import VERBS, Verb, VerbGroup, Verbs, examples_of
 from archipelago.ops.experiments import study
 
 ROOT = Path(__file__).parents[1]
@@ -130,9 +130,8 @@ def verbs_page() -> str:
             flag = field.name.strip("_").replace("_", "-")
             is_positional = "Positional" in str(hints[field.name])
             page += row(f"`{flag.upper() if is_positional else '--' + flag}`", default_of(field), told[field.name])
-        page += "".join(
-            ["\n```text\n", *(f"$ {line}\n    {what}\n" for line, what in EXAMPLES[words].items()), "```\n"]
-        )
+        examples = examples_of(f"archipelago {words}").items()
+        page += "".join(["\n```text\n", *(f"$ {line}\n    {what}\n" for line, what in examples), "```\n"])
     return page
 
 
