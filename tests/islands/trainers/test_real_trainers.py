@@ -24,7 +24,7 @@ from tests.islands.user_loop.any_framework import Values, merged_by, served
 for package in ("torch", "transformers", "lightning", "accelerate"):
     pytorch.required(package)
 
-from tests.islands.trainers.trainer_scripts import SYNC, Network  # noqa: E402 - it imports torch
+from tests.islands.trainers.trainer_scripts import SPLIT, SPLIT_STEPS, SYNC, Network  # noqa: E402 - it imports torch
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -66,12 +66,12 @@ def run(server: RedisServer, tmp_path: Path) -> Iterator[Run]:
         made.processes.show()
 
 
-def same(printed: str, merged: Values) -> bool:
+def same(printed: str, merged: Values, key: str = "weights") -> bool:
     """Return whether what a script printed at its end, once in each process, are the run's parameters.
 
     A progress bar may stand before it, and the other process after it, in the same line.
     """
-    found = [json.loads(text) for text in re.findall(r'"weights": (\{[^{}]*\})', printed)]
+    found = [json.loads(text) for text in re.findall(rf'"{key}": (\{{[^{{}}]*\}})', printed)]
     sums = {name: float(values.sum(dtype=np.float64)) for name, values in merged.items()}
     return bool(found) and all(each == pytest.approx(sums) for each in found)
 
@@ -121,14 +121,16 @@ def test_signals_and_exceptions_leave_as_in_a_script(run: Run, until: Until) -> 
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_two_processes_of_a_trainer_are_one_island(run: Run, until: Until, kind: str) -> None:
-    with served(run.url, run.name) as merger:
+    archipelago.pytorch.create(run.url, run.name + SPLIT, Network(), steps=SPLIT_STEPS, sync=SYNC)
+    with served(run.url, run.name) as merger, served(run.url, run.name + SPLIT) as other:
         process = run.start(kind, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         until(lambda: run.reader.counters().merged > 4, "its contributions")
         assert set(run.live()) == {kind}
         run.shorten()
         printed = run.processes.ended(process)
-        values = merged_by(merger)
-    assert same(printed, values)
+        values, split = merged_by(merger), merged_by(other)
+    assert same(printed, values), "of DistributedDataParallel"
+    assert same(printed, split, "split"), "of FSDP2"
     assert printed.count("weights") == 2
     (beat,) = run.reader.presences()
     assert beat.heartbeat.tokens % 16 == 0

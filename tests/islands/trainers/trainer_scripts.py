@@ -3,7 +3,7 @@
 The arguments are its kind, the URL, the run, the island and the steps. `torchrun` makes several processes one island.
 
 All kinds train the same tensors on the same data, so that they can share a run. A script ends by printing what its
-trainer knows, as JSON.
+trainer knows, as JSON. Several processes then train the run `NAME-split` too, with a model that FSDP2 splits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import archipelago
 from archipelago import SyncConfig
 
 SYNC = SyncConfig(interval=8, fragments=2)
+#: The end of the name of a run that FSDP2 trains, and its length.
+SPLIT, SPLIT_STEPS = "-split", 100
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 TEACHER = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -53,6 +57,16 @@ def loader(count: int = 512) -> Any:
     return torch.utils.data.DataLoader(examples(count), batch_size=8, shuffle=True)
 
 
+def splits(accelerator: Any, run: str) -> bool:
+    """Let accelerate split the models by FSDP2, which it does not by itself on CPUs. Return whether the run asks it."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+    if run.endswith(SPLIT):
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    return run.endswith(SPLIT)
+
+
 def transformers(url: str, run: str, island: str, steps: int, *callbacks: Any) -> dict[str, Any]:
     from transformers import Trainer, TrainingArguments
 
@@ -64,8 +78,9 @@ def transformers(url: str, run: str, island: str, steps: int, *callbacks: Any) -
         use_cpu=True, logging_steps=10,
     )  # fmt: skip
     trainer = Trainer(Network(), args, train_dataset=examples(), callbacks=[callback, *callbacks])
+    trainer.is_fsdp_enabled = splits(trainer.accelerator, run)
     trainer.train()
-    return {"own steps": trainer.state.global_step, "weights": weights(trainer.model)}
+    return {"own steps": trainer.state.global_step, "weights": weights(trainer.model, run)}
 
 
 def lightning_module(schedule: Any = None) -> Any:
@@ -76,6 +91,10 @@ def lightning_module(schedule: Any = None) -> Any:
             super().__init__()
             build(self)
             self.compute = partial(Network.forward, self)
+
+        def configure_model(self) -> None:
+            for layer in (self.hidden, self.output) if self.device_mesh else ():
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, number: int) -> Any:
             return self.compute(**batch)["loss"]
@@ -94,17 +113,20 @@ def lightning_module(schedule: Any = None) -> Any:
 
 def lightning(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
     from archipelago.lightning import ArchipelagoCallback
 
     callback = ArchipelagoCallback(url, run, steps=steps, sync=SYNC, island=island)
+    split = ModelParallelStrategy(data_parallel_size=PROCESSES, tensor_parallel_size=1)
     trainer = Trainer(
-        callbacks=[callback], accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), max_epochs=1,
+        callbacks=[callback], accelerator="cpu", devices=PROCESSES, max_epochs=1,
+        strategy=split if run.endswith(SPLIT) else "auto",
         logger=False, enable_checkpointing=False, enable_model_summary=False, default_root_dir=tempfile.mkdtemp(),
     )  # fmt: skip
     model = lightning_module()
     trainer.fit(model, loader())
-    return {"own steps": trainer.global_step, "weights": weights(model)}
+    return {"own steps": trainer.global_step, "weights": weights(model, run)}
 
 
 def accelerate(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
@@ -113,6 +135,7 @@ def accelerate(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
     from archipelago.accelerate import LocalSGD
 
     accelerator = Accelerator(cpu=True)
+    splits(accelerator, run)
     model = Network()
     model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader())
     local: Any = LocalSGD(accelerator, model, url=url, name=run, steps=steps, sync=SYNC, island=island)
@@ -127,7 +150,7 @@ def accelerate(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
                     local.step(loss=loss)
                 if local.finished:
                     break
-    return {"weights": weights(accelerator.unwrap_model(model))}
+    return {"weights": weights(accelerator.unwrap_model(model), run)}
 
 
 def plain(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
@@ -146,7 +169,7 @@ def plain(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
                 if joined.finished:
                     break
     joined.final(60)
-    return {"weights": weights(model)}
+    return {"weights": weights(model, run)}
 
 
 def broken(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
@@ -160,8 +183,9 @@ def broken(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
     return transformers(url, run, island, steps, Broken())
 
 
-def weights(model: Any) -> dict[str, float]:
-    return {name: float(each.detach().double().sum()) for name, each in model.named_parameters()}
+def weights(model: Any, run: str) -> dict[str, float]:
+    whole = {name: each.full_tensor() if run.endswith(SPLIT) else each for name, each in model.named_parameters()}
+    return {name: float(each.detach().double().sum()) for name, each in whole.items()}
 
 
 KINDS = {each.__name__: each for each in (transformers, lightning, accelerate, plain, broken)}
@@ -170,4 +194,6 @@ if __name__ == "__main__":
     kind, url, run, island, steps = sys.argv[1:]
     torch.set_num_threads(1)
     found = KINDS[kind](url, run, island, int(steps))
+    if PROCESSES > 1:
+        found["split"] = KINDS[kind](url, run + SPLIT, island, SPLIT_STEPS)["weights"]
     print(json.dumps(found), flush=True)  # noqa: T201
