@@ -48,8 +48,8 @@ class ModuleParameters:
         """Find the tensors.
 
         Args:
-            model: A `torch.nn.Module`. One in `DistributedDataParallel` or from `torch.compile` has the names of the
-                module inside.
+            model: A `torch.nn.Module`. One in `DistributedDataParallel`, from `torch.compile`, or with checkpointed
+                activations, has the names of the module inside.
             buffers: The names of the buffers that are merged.
             trained: Which parameters are trained, by name. None for those that require gradients.
             names: From the module's names to those of the run, and whether the axes are swapped there.
@@ -267,8 +267,8 @@ def _require_kind(name: str, was: Kind, now: Kind) -> None:
     )
 
 
-#: `torch.compile` puts this name before those of the module that it wraps.
-COMPILED = "_orig_mod."
+#: `torch.compile`, and activation checkpointing as accelerate asks for it, put these names before those inside.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def unwrapped(model: Any) -> tuple[Any, Any]:
@@ -289,4 +289,6 @@ def named_tensors(model: Any, *, all_names: bool = False) -> Iterator[tuple[str,
     """Yield every parameter and buffer once, under the first of its names; or once for each name of it."""
     once = not all_names
     for name, tensor in (*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)):
-        yield name.replace(COMPILED, ""), tensor
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, tensor

@@ -12,6 +12,8 @@ from tests.failing import failing
 
 torch = pytorch.required()
 
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing  # noqa: E402
+
 from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import TorchRun, module  # noqa: E402
 
@@ -49,10 +51,10 @@ def test_named_buffers_are_merged() -> None:
 
 
 def test_names_are_those_of_the_module_inside_of_wrappers() -> None:
-    wrapped = torch.nn.DataParallel(module())
-    assert ModuleParameters(wrapped).tensors.keys() == ModuleParameters(module()).tensors.keys()
-    compiled = torch.compile(module(), backend="eager")
-    assert ModuleParameters(compiled).tensors.keys() == ModuleParameters(module()).tensors.keys()
+    checkpointed = module()
+    apply_activation_checkpointing(checkpointed)
+    for wrapped in (torch.nn.DataParallel(module()), torch.compile(module(), backend="eager"), checkpointed):
+        assert ModuleParameters(wrapped).tensors.keys() == ModuleParameters(module()).tensors.keys()
 
 
 def with_bias(bias: Any) -> Any:
