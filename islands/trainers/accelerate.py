@@ -71,7 +71,7 @@ class LocalSGD:
             optimizers = self._accelerator._optimizers  # of all models that it has prepared
             has_own = [any(id(p) in own for group in each.param_groups for p in group["params"]) for each in optimizers]
             self._optimizers = [each for each, has in zip(optimizers, has_own, strict=True) if has]
-            self.island.begin(self._model, self._optimizers)
+            self.island.begin(self._model, self._optimizers, scaler=self._accelerator.scaler)
             self._follow()
         return self
 

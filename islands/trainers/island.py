@@ -68,6 +68,8 @@ class TrainerIsland:
         self._own: dict[str, Any] = {"island": island, "wait_seconds": wait_seconds}
         self._settings, self._final_seconds = settings, final_seconds
         self._run: Any = None  # the last one, from the first training on
+        self._scaler: Any = None
+        self._scale = 0.0
         self.is_joined = self._is_short = False
 
     @property
@@ -84,7 +86,7 @@ class TrainerIsland:
         """Return whether a trainer trains until the run ends, from its own limit in steps, if it is positive."""
         return limit <= 0 or (self.length is not None and self.length <= limit)
 
-    def begin(self, model: Any, optimizers: Sequence[Any], made: int = 0, limit: int = 0) -> None:
+    def begin(self, model: Any, optimizers: Sequence[Any], made: int = 0, limit: int = 0, scaler: Any = None) -> None:
         """Create the run if there is none, and join it. The model then has the run's parameters.
 
         Args:
@@ -92,6 +94,7 @@ class TrainerIsland:
             optimizers: Its optimisers. Wrappers of accelerate are taken off.
             made: The steps that the trainer has made before, according to its checkpoint.
             limit: The steps after which the trainer ends, if it does not end with the run.
+            scaler: Its `GradScaler`, if it has one. The steps that this skips are none of the run.
 
         Raises:
             ConfigError: The model is spread over devices (`loop.sharded`), or what `create` and `join` raise.
@@ -111,6 +114,7 @@ class TrainerIsland:
         bare = [getattr(each, "optimizer", each) for each in optimizers]
         run = membership(Joining(self._url, self._name, model, bare, **self._shared, **self._own), group)
         self._run, self.is_joined = run.__enter__(), True
+        self._scaler, self._scale = scaler, scaler.get_scale() if scaler else 0.0
         atexit.register(self._at_exit)
         if made:
             log.warning(
@@ -127,7 +131,9 @@ class TrainerIsland:
 
     def sync(self, tokens: int, loss: Any = None) -> bool:
         """Sync after a step of the optimiser, with what the trainer counted in it. Return whether to stop."""
-        self._run.sync(tokens=self._tokens or max(tokens, 1), loss=loss)
+        before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 0.0
+        if self._scale >= before:  # else the gradients were not finite, and no parameter has changed
+            self._run.sync(tokens=self._tokens or max(tokens, 1), loss=loss)
         return bool(self._run.finished)
 
     def report(self, loss: float) -> None:

@@ -64,7 +64,8 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         if self._ends_with_run:
             trainer.fit_loop.epoch_loop.max_steps = -1
         self._synced, self._examples = trainer.global_step, 0
-        self.island.begin(trainer.model, trainer.optimizers, trainer.global_step, trainer.max_steps)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.island.begin(trainer.model, trainer.optimizers, trainer.global_step, trainer.max_steps, scaler)
         self._follow(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

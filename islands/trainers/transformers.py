@@ -58,7 +58,8 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         callbacks = _all_callbacks()
         require_one(callbacks, ArchipelagoCallback)
         limit = 0 if self._ends_with_run else state.max_steps
-        self.island.begin(about["model"], [about["optimizer"]], state.global_step, limit)
+        optimizer = about["optimizer"]
+        self.island.begin(about["model"], [optimizer], state.global_step, limit, getattr(optimizer, "scaler", None))
         self._seen, self._scheduled = state.num_input_tokens_seen, 0
         if self._ends_with_run:
             state.compute_steps(args, self.island.steps)

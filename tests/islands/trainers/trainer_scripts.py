@@ -8,7 +8,9 @@ trainer knows, as JSON. Several processes then train the run `NAME-split` too, w
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -55,6 +57,13 @@ def examples(count: int = 512) -> list[dict[str, Any]]:
 
 def loader(count: int = 512) -> Any:
     return torch.utils.data.DataLoader(examples(count), batch_size=8, shuffle=True)
+
+
+def overflowing(model: Any) -> Any:
+    """Make the gradients of the seventh batch infinite, and return the scaler that skips its step."""
+    batches = itertools.count(1)
+    model.output.bias.register_hook(lambda gradient: gradient + (math.inf if next(batches) == 7 else 0))
+    return torch.amp.GradScaler("cpu", init_scale=1.0)
 
 
 def splits(accelerator: Any, run: str) -> bool:
