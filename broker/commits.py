@@ -256,30 +256,24 @@ class MergerClient(Protocol):
 
         Returns a new epoch, or None.
         """
-        ...
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         """Extend the lease."""
-        ...
 
     def release(self, epoch: int) -> None:
         """Release the lease, so that another merger need not wait until it expires."""
-        ...
 
     def stand_by(self, name: str) -> None:
         """Register a merger that waits for the lease. It is listed for STANDBY_SECONDS."""
-        ...
 
     def stand_down(self, name: str) -> None:
         """Remove a merger from the standbys."""
-        ...
 
     def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
         """Delete what is left of islands that have no entries and fell silent a day ago, given all heartbeats.
 
         Of many silent islands, those that were silent for longer are forgotten earlier.
         """
-        ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         """Return entries that this client has not returned since `rewind`, oldest first: at most `count` of an island.
@@ -288,7 +282,6 @@ class MergerClient(Protocol):
         it lies has a fault and no contribution. Large payloads are not downloaded yet, so that a merger can refuse a
         contribution by its header.
         """
-        ...
 
     def look(
         self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
@@ -299,22 +292,18 @@ class MergerClient(Protocol):
             renewal: Extend this lease, as `renew` does, and raise what that raises.
             around: Read the operator's requests and the heartbeats, too.
         """
-        ...
 
     def rewind(self) -> None:
         """Let `updates` begin anew with the oldest entry that waits."""
-        ...
 
     def read(self, entries: Sequence[str], between: Callable[[], object] = nothing) -> list[Delivery]:
         """Return contributions with their payloads, whether they wait or were merged. A missing one has a fault.
 
         `between` is called while large payloads arrive.
         """
-        ...
 
     def kept(self) -> list[str]:
         """Return the merged entries that the broker keeps."""
-        ...
 
     def outer(self, fragment: int, version: int) -> bytes:
         """Return the `outer` of the fragment's newest compaction.
@@ -322,11 +311,9 @@ class MergerClient(Protocol):
         Raises:
             WireError: It is missing, damaged, or of another version than the given one.
         """
-        ...
 
     def place(self, epoch: int, compaction: Compaction) -> Placed:
         """Upload a compaction, beside the rounds and on any thread. Nothing points to it before `compact`."""
-        ...
 
     def compact(self, epoch: int, placed: Placed, after_round: int, trim: Sequence[str] = ()) -> None:
         """Replace the fragment's full state by a placed one, and delete `trim` and what else it covers.
@@ -340,7 +327,6 @@ class MergerClient(Protocol):
         Raises:
             BrokerError: The last closed round is another one. The merger must reload its state.
         """
-        ...
 
     def take_up(
         self, epoch: int, resume: Resume, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, int]
@@ -349,15 +335,12 @@ class MergerClient(Protocol):
 
         This event ends everything that an earlier merger has announced.
         """
-        ...
 
     def rewrite(self, epoch: int, rewrite: Rewrite) -> None:
         """Replace what mergers keep of the shard."""
-        ...
 
     def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
         """Append events."""
-        ...
 
     def refuse(
         self,
@@ -371,7 +354,6 @@ class MergerClient(Protocol):
 
         `state` and `counts` are the merger's state and counters, in which these are refused.
         """
-        ...
 
     def commit(self, epoch: int, commit: Commit) -> None:
         """Close a round in one step.
@@ -379,7 +361,6 @@ class MergerClient(Protocol):
         Raises:
             BrokerError: The last closed round is not `commit.after_round`. The merger must reload its state.
         """
-        ...
 
     def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
         """Delete merged contributions that are no longer needed. `after_round` is as in `Commit`.
@@ -387,4 +368,3 @@ class MergerClient(Protocol):
         Raises:
             BrokerError: The last closed round is another one. The merger must reload its state.
         """
-        ...

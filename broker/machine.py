@@ -124,12 +124,11 @@ def is_free(port: int) -> bool:
         return True
 
 
-def free_port(count: int = 1) -> int:
-    """Return a port that was free just now, as were the `count - 1` after it. No outgoing connection gets it."""
-    while True:
-        port = secrets.choice(OWN_PORTS)
-        if all(is_free(port + each) for each in range(count)):
-            return port
+def free_port() -> int:
+    """Return a port that was free just now. No outgoing connection gets it."""
+    while not is_free(port := secrets.choice(OWN_PORTS)):
+        pass
+    return port
 
 
 def is_installed(package: str) -> bool:

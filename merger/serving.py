@@ -148,8 +148,6 @@ HOST_MAX = 40
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _NAME = re.compile(r".*-(?P<pid>[0-9]{1,10})-(?P<numbering>[0-9a-f]{8})-[0-9a-f]{6}")
 
-log = logging.getLogger(__name__)
-
 
 def merger_name() -> str:
     """Return a name for the lease that tells people where this process runs, and that no other process has."""

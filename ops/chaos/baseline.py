@@ -321,7 +321,7 @@ def follow(worker: DataParallelWorker, connection: socket.socket, name: str, ste
     """Take part in a process group until the connection is lost, which raises OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(f"{name}\n".encode())
-    turns = MeasuredTurns(None, step_seconds_min)
+    turns = MeasuredTurns(step_seconds_min)
     with connection.makefile("rb") as stream:
         worker.load(int(_whole(stream.readline(), 1)))
         while True:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.islands.turn_log import VARIABLE, MeasuredTurns, TurnLog
+from archipelago.islands.turn_log import VARIABLE, MeasuredTurns
 
 STEP = 0.05
 
@@ -26,7 +26,7 @@ class FakeTime:
 
 def test_work_between_two_steps_is_a_part_of_their_minimum_duration() -> None:
     clock = FakeTime()
-    turns = MeasuredTurns(None, STEP, clock, clock.sleep)
+    turns = MeasuredTurns(STEP, clock=clock, sleep=clock.sleep)
     ends = []
     for work, steps in ((0.02, 1), (0.04, 1), (0.03, 2), (0.06, 1), (0.01, 1), (0.2, 1), (0.01, 1), (0.01, 1)):
         clock.now += work
@@ -47,9 +47,11 @@ def test_trials_ask_by_the_environment_or_a_flag(tmp_path: Path) -> None:
 def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "island.jsonl"
     for who in ("first", "second"):
-        turn_log = TurnLog(path, who)
-        turn_log.turned(1.5, 3)
-        turn_log.turned(1.6, 4)
+        clock = FakeTime()
+        turns = MeasuredTurns(0.0, path, who, clock)
+        turns.stepped(3)
+        clock.now += 0.1
+        turns.stepped(1)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["who"] for line in lines] == ["first", "first", "second", "second"]
-    assert lines[1] == {"at": 1.6, "who": "first", "steps": 4}
+    assert lines[1] == {"at": 10.1, "who": "first", "steps": 4}
