@@ -93,7 +93,6 @@ class Member:
     """One member of a run, as its Redis keeps it.
 
     Attributes:
-        role: What the member may do.
         key: The public key that checks what the member signs, in base64; empty if it signs nothing.
         user: The name of the Redis user that the member logs in as.
         expires: Nothing. A member whose time an earlier version has bounded is no member.

@@ -39,7 +39,6 @@ def learning_rate(config: InnerConfig, length: jax.Array | None = None) -> optax
     """Return the schedule over the global step: linear warm-up, then cosine decay to `final_share` of the peak.
 
     Args:
-        config: The inner optimiser (see `InnerConfig.rate_at`).
         length: The length of the run, int32 [], if an operator has changed it. As an argument of the program, a further
             change of it compiles nothing.
     """

@@ -103,7 +103,6 @@ def prepared_for(
 
     Args:
         task: The users' task; None for one of our models.
-        earlier: What a standby has prepared.
     """
     placement = own_placement(options, manifest)
     if earlier is not None and earlier.fits(manifest, placement, options.batch_size):

@@ -79,7 +79,6 @@ class WorkerRun(Membership):
 
         Args:
             origin: The origin of log lines, which takes the run's name.
-            standby: What a standby has prepared.
             team: The processes of an island over several hosts, which this one leads.
         """
         # The time before a standby's assignment does not count.

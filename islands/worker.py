@@ -47,7 +47,6 @@ class Island(Participant):
         Args:
             name, manifest, link, arrivals, clock, incarnation: As for a `Participant`.
             computation: Parameters, the inner optimiser's state and the inner steps.
-            scan_steps: Inner steps between two boundaries.
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
         """
         computation.begin([arrival.params_N for arrival in arrivals])

@@ -80,7 +80,6 @@ def build_commit(
 
     Args:
         tape: The tape's entry of the round, without what takes long: the digest, and the state before the round.
-        kept: What Redis keeps from then on.
     """
     wire, held_N = manifest.config.wire, merged.state.published_N
     difference = (
@@ -238,9 +237,6 @@ class Compactor:
         The commit carries the full state in runs without differences, whose islands need the full snapshot. In other
         runs it does if no compaction could be written for long, because the oldest difference is deleted next. If the
         commit fails, the merger loads the run again.
-
-        Args:
-            covered: The last round in a finished checkpoint.
         """
         own = self.fragments[tape.fragment]
         has_differences = self.manifest.config.wire.sends_differences

@@ -48,7 +48,6 @@ class Loaded:
     """A shard between two rounds.
 
     Attributes:
-        snapshots: The header of each fragment's newest version.
         full: The header of each fragment's newest compaction.
         tape: The rounds that no compaction or no checkpoint covers, in order, as far as they are on the tape.
         rewrite: What Redis must hold, if it is restored from a checkpoint.

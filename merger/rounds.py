@@ -61,11 +61,7 @@ class OpenRound:
     """A round that has not closed.
 
     Attributes:
-        answered: The islands that have contributed to it.
         first_at: When the round was called, which is when an island that stays first contributed to it.
-        announced: Whether the round was announced to the islands.
-        quorum_at: When the quorum was reached.
-        grace_seconds: The grace window after the quorum.
         is_merged: Its contributions were merged by an earlier round of its fragment. This happens when a broker lost
             rounds and the islands were ahead.
     """
@@ -235,7 +231,6 @@ class Sighting:
     """What the merger saw of one island's heartbeats.
 
     Attributes:
-        heartbeat: The last heartbeat.
         age_seconds: Its age when the merger last looked, by the broker's clock.
         arrived_at: When the merger last noticed that a heartbeat had arrived.
         first_at: When the merger first saw the island.

@@ -50,7 +50,6 @@ def serve(
 
     Args:
         merger: The merger. It has neither acquired the lease nor loaded.
-        pause: Waits that many seconds between two tries.
         may_take: Whether to take the lease if it is free. A process that serves several shards may leave it to others.
         is_to_hand_over: Whether to release the lease now, for another process.
 

@@ -43,7 +43,6 @@ class SeenMergers:
 
     Attributes:
         serving: How many shards each process serves, by its name. Standbys serve none.
-        free: The shards whose lease is free.
     """
 
     serving: Mapping[str, int]

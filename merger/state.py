@@ -110,9 +110,6 @@ class RunState:
         closed: The last round that has closed, 0 before the first.
         step: The furthest global step among merged contributions.
         tokens: Merged tokens, summed over the fragments.
-        merged: How many contributions were merged.
-        staleness: The running mean of staleness factors.
-        timing: Averages of how long rounds take.
         norms: The norms that clipping compares with, by fragment.
         seen: The sequence numbers of merged or refused contributions, by incarnation.
         cursors: The pass and sequence at which reading of each range of the corpus resumes.

@@ -26,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class OperatorControls:
-    """Reads the operator's requests and applies them.
-
-    Args:
-        wall: Returns the wall clock's seconds, for notes.
-    """
+    """Reads the operator's requests and applies them."""
 
     def __init__(self, transport: ReaderTransport, manifest: Manifest, wall: Callable[[], float]) -> None:
         self.transport, self.config, self.wall = transport, manifest.config, wall

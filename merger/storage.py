@@ -88,12 +88,7 @@ class MergerFolder:
     def checkpointer(
         self, transport: Transport, manifest: Manifest, every_seconds: float, spawn: Spawn | None = None
     ) -> Checkpointer:
-        """Return a checkpointer that writes here; it also writes the record if the run has one.
-
-        Args:
-            every_seconds: The seconds between two checkpoints.
-            spawn: Runs the jobs; by default in the background.
-        """
+        """Return a checkpointer that writes here; it also writes the record if the run has one."""
         # This loads JAX, which readers of this folder do not need.
         from archipelago.merger.checkpoint_cut import Following, Leading
         from archipelago.merger.checkpointer import Checkpointer

@@ -28,7 +28,6 @@ class Copier:
     """Copies the newest checkpoint of a folder to a bucket.
 
     Args:
-        bundles: Where the copies go.
         folder: The folder of the checkpoints, which are folders with their numbers as names.
         about: The `run` and its `uid`. Bundles of another run are neither replaced nor deleted.
         keep: How many of the newest bundles are kept.

@@ -32,22 +32,14 @@ class MemoryRun:
 
     Attributes:
         fragments: The newest full snapshot of each fragment, with its payload.
-        heads: The header of each fragment's newest version.
         updates: The entries of all updates streams, by number. The numbers are those of the run, so they order the
             entries of several streams by arrival.
-        kept: Merged entries that are not yet trimmed, by name.
         refused_at: The time of each refusal on the broker's clock, by the number of its event.
         outer: The `outer` of each fragment's newest compaction.
-        islands: Each island's last heartbeat, with its time on the broker's clock.
-        cursors: The cursor of each started range of text.
-        holders: The holder (island/incarnation) of each leased range of text.
         requests: The islands that have requested inner optimiser state, each with the island that promised an answer.
         restored: The number and last round of the checkpoint from which the run was restored.
-        names: The newest claim to the name of each island.
         epoch: The newest epoch and the merger that holds it. A broker that crashes may forget an epoch and give its
             number to two mergers, so the number alone does not identify the merger.
-        lease: The merger that holds the lease, and the time of its end.
-        standbys: The mergers that wait for the lease, each with the time of its last sign of life.
         evaluator: The island that evaluates, and the time at which its lease ends.
     """
 

@@ -47,7 +47,6 @@ class CurveWriter:
     Args:
         file: Where the points go; None drops them.
         sample: Is asked for a point every `every_seconds`.
-        every_seconds: The time between two turns of the thread.
     """
 
     def __init__(

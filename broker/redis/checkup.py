@@ -77,7 +77,6 @@ class RedisCheckup:
 
     Args:
         role: The role of its user; None for an administrator, who needs the rights of all roles.
-        name: The name of its user.
         shards: The shards that the server holds. The user's rights are checked for the keys of all of them.
     """
 
@@ -261,7 +260,6 @@ class NodeFacts:
         is_holder: Whether it is the primary that holds the run.
         primary: Host and port of the primary that it follows; empty for a primary.
         replicas: How many replicas follow it.
-        policy: Its `maxmemory-policy`.
         has_log: Whether it keeps an append-only file; None if it does not tell.
         error: Why nothing is known of it; empty if it has answered.
     """

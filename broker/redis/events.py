@@ -112,9 +112,6 @@ class EventOrder:
     """The order of the events that one process reads: stamps grow along the stream.
 
     The process may read from any position again. So the newest stamp is remembered for each entry of the last batch.
-
-    Attributes:
-        is_begun: Whether the process reads events at all.
     """
 
     def __init__(self) -> None:

@@ -256,8 +256,6 @@ class Write:
         """Move an entry of a stream into a hash, which must not exist. Else its island uses the id a second time.
 
         Args:
-            id_: The id of the entry.
-            kept: The key of the hash.
             chunks: What the keys of its chunks begin with.
             most: The most chunks that it may have.
             kept_chunks: What the keys to which the chunks move begin with.

@@ -306,7 +306,6 @@ class DisplayReader(ShardedReader):
     calls leave it out at once, until it has answered.
 
     Args:
-        aside: Runs an attempt beside the calls.
         patience_seconds: How long a call waits for further shards.
     """
 

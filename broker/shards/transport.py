@@ -40,7 +40,6 @@ class WholeRun:
         island: The island's client of shard 0, which has what belongs to the run: names, leases, newcomers.
 
     Args:
-        primary: The connection to the run.
         for_display: Whether `reader` leaves out further shards that cannot be reached (`DisplayReader`). Otherwise it
             raises UnreachableError.
     """

@@ -155,9 +155,6 @@ class Batches(Supply):
         fallback: A number that differs between islands, not negative. Islands without a lease read different private
             passes.
 
-    Attributes:
-        tokens: The tokens of the batches that `next` returned last.
-
     Raises:
         DataError: The text is too short for the ranges.
     """

@@ -37,8 +37,6 @@ class Reading:
     Attributes:
         files: The files of text that were read.
         skipped: The number of files that were skipped, by reason.
-        documents: The number of documents.
-        held_out: The number of documents that are held out.
         limit: The size of the largest documents in bytes. 0 if the end of the text is held out instead of documents.
     """
 

@@ -24,9 +24,6 @@ class Size:
     """The dimensions of a transformer.
 
     Attributes:
-        width: The width of the residual stream.
-        layers: The number of layers.
-        heads: The number of attention heads.
         hidden: The width inside the gated MLP, about 8/3 of `width`.
     """
 
@@ -222,7 +219,6 @@ def require_size(config: Mapping[str, Any], size: str) -> None:
     """Check that the Llama of this `config.json` computes the same as our transformer of that size.
 
     Args:
-        config: The settings of the Llama.
         size: The name of the size. Of other architectures than the dense one, no Llama is refused here, because its
             tensors differ.
 

@@ -33,7 +33,6 @@ class Routing:
     """Settings of the assignment of tokens to experts.
 
     Attributes:
-        experts: The number of experts in each layer.
         choices: The most experts that process a token.
         capacity_factor: Slots of all experts together, per choice of each token. A token without a slot passes only
             through the residual stream.

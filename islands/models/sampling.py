@@ -30,7 +30,6 @@ def continuation(
         prompt: At least one token.
         context: The most tokens that the model sees at once, at least 2. When they are full, generation continues from
             the last half of them.
-        temperature: How each token is chosen (see `choose`).
     """
     step = _compile(decoder, temperature)
     key = jax.random.key(seed)

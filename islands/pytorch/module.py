@@ -38,7 +38,6 @@ class ModuleParameters:
         tensors: The merged tensors by name.
         frozen: The parameters that are not trained, by name. They may be on any devices.
         transposed: The names of those whose axes are swapped in the run.
-        device: The device of all merged tensors.
         pieces: How each tensor is split over processes, by name.
     """
 

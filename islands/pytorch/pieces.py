@@ -82,10 +82,6 @@ class TensorPieces:
     def of(cls, name: str, tensor: Tensor, mesh: Any) -> TensorPieces:
         """Return the places of a tensor.
 
-        Args:
-            name: The tensor's name, for errors.
-            mesh: The mesh of the whole model.
-
         Raises:
             ConfigError: It is split along several dimensions, as tensor parallelism does, or over other processes than
                 the rest of the model (`loop.sharded`).
@@ -127,12 +123,7 @@ def _refused(name: str, how: str) -> ConfigError:
 
 
 class Courier:
-    """Carries tensors between the leader and the other processes of an island.
-
-    Attributes:
-        rank: This process.
-        leads: Whether it is the leader.
-    """
+    """Carries tensors between the leader and the other processes of an island."""
 
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
         """Note the processes.

@@ -35,7 +35,6 @@ class TorchReplica:
         """Begin without references.
 
         Args:
-            device: The device of the module.
             copies: Copies between the host and the device; by default a stream of CUDA, and none on other devices.
         """
         self.rule = RULES[manifest.config.adopt.rule]

@@ -84,9 +84,6 @@ class OptimizerState:
     def __init__(self, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> None:
         """Note the optimisers.
 
-        Args:
-            tensors: The tensors of the module by name.
-
         Raises:
             ConfigError: An optimiser has none of the module's parameters (`loop.argument`).
         """

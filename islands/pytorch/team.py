@@ -43,7 +43,6 @@ class ProcessTeam(Team):
 
         Args:
             group: The process group of DistributedDataParallel, without a mesh.
-            device: The device of the model in this process.
             call: The call that all processes make, in words.
 
         Raises:

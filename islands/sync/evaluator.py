@@ -101,8 +101,6 @@ class Evaluator:
         arrivals: Returns the newest snapshots that the island holds, as they were published; an empty list if it does
             not hold them all.
         every_seconds: The time between the beginnings of two evaluations.
-        curves: Receives each result.
-        wall: Seconds of the wall clock, for the record.
     """
 
     def __init__(

@@ -73,7 +73,6 @@ class Ledger:
     Attributes:
         global_step: The clock of the learning-rate schedule.
         merged_step: The run's step at the newest merge that the island knows of.
-        last_refusal: The reason of the last refusal.
     """
 
     def __init__(self, island: str, incarnation: str, layout: Layout, interval: int, window: int) -> None:

@@ -220,9 +220,6 @@ class Uplink:
         packed_share: Bytes after compression as a share of the bytes before.
         packing_seconds_a_byte: Time that compressing a byte takes.
         thin: Whether the codec for thin links is in use.
-        contributions: The number of contributions that were sent.
-        bytes_up: Bytes of all sent payloads.
-        bytes_down: Bytes of all downloaded payloads.
         ignored: How many announcements were ignored.
     """
 

@@ -51,9 +51,6 @@ class Membership(Joined):
         """Note what to join. Nothing is contacted before the `with` begins.
 
         Args:
-            run: The name of the run, for messages.
-            island: Returns the name of this island.
-            connect: Connects to the run.
             awaited: Repeats the first calls while Redis does not answer.
         """
         self._run, self._named, self._connect, self._awaited = run, island, connect, awaited

@@ -77,7 +77,6 @@ class Participant:
         """Begin from published snapshots, which the replica has taken already.
 
         Args:
-            link: The connection to the broker, which has joined.
             replica: Measures and adopts the parameters.
             arrivals: One snapshot of every fragment.
             host: What the island says about its machine.

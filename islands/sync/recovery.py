@@ -72,7 +72,6 @@ class StateForPeer:
     Attributes:
         who: The newcomer and its incarnation.
         leaves: All arrays of the state in order, as copies that no step donates.
-        global_step: The giver's global step.
     """
 
     who: str
@@ -178,8 +177,6 @@ def require_sound(name: str, values: NDArray[Any], bounds: MomentBounds, second:
     """Raise WireError for an array of a peer's optimiser state that no sequence of steps can produce.
 
     Args:
-        name: The name that the optimiser gives to it.
-        values: The array.
         second: The second moments, if these are first moments of Adam.
     """
     if name in NOT_NEGATIVE and (values < 0).any():

@@ -98,7 +98,6 @@ def island_name(address: str | None, given: str | None, option: str = "`island=`
     Args:
         address: The URL of the Redis, or the path of a join file; None for $ARCHIPELAGO_URL.
         given: The name that the user gives; None for that of the join file, or a random one.
-        option: What the user gives it with.
 
     Raises:
         ConfigError: The name cannot be used, or is not the one in the join file (`invitation.other`).

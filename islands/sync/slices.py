@@ -103,11 +103,9 @@ class SlicePlan:
     Attributes:
         axes: All axes that tensors are spread over.
         devices: The number of devices along them.
-        spread: The tensors that are spread over devices.
         rest: The rest of the vector in order: the name of a whole tensor, or the first and the last + 1 of some edges.
         edges: The place of each edge element among the edges of all devices. Each device has two blocks of places: one
             for the elements before its whole blocks, and one for those after them.
-        places: The number of these places.
         segments: The blocks of the vector in order.
     """
 

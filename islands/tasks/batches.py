@@ -124,11 +124,7 @@ class TaskRun:
 
 
 class TaskBatches(Supply):
-    """The supply of batches of one island.
-
-    Attributes:
-        tokens: The tokens of the batches that `next` returned last.
-    """
+    """The supply of batches of one island."""
 
     def __init__(self, named: NamedTask, run: TaskRun, batches: Any) -> None:
         super().__init__(run.reading)

@@ -29,11 +29,7 @@ from archipelago.islands.user_loop.new_run import first_snapshots as user_loop_s
 
 @dataclass(frozen=True)
 class OurTask(NamedTask):
-    """One of our models on a corpus. The settings of the run name both.
-
-    Attributes:
-        corpus: The corpus that it is trained on.
-    """
+    """One of our models on a corpus. The settings of the run name both."""
 
     corpus: OpenCorpus
 

@@ -40,11 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Workload:
-    """A task with the settings of a run.
-
-    Attributes:
-        model: The model of the task.
-    """
+    """A task with the settings of a run."""
 
     named: NamedTask
     config: RunConfig

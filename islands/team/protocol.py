@@ -49,8 +49,6 @@ class Said(NamedTuple):
         has_left: The exit status of a leader that has left because of an error; else 0.
         finished: Why to stop, as a place in `sync.script.REASONS`; 0 to go on.
         stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
-        step: The run's clock.
-        steps: The run's length.
         work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
         about: What the work is about: the number of a fragment, a tensor or of steps, or the size of a manifest.
         codec: The place of a codec in the table of all.

@@ -34,8 +34,7 @@ class Published:
 
     Attributes:
         whose: The run or the file, in words.
-        tensors: The tensors that are trained.
-        frozen: The others of the model.
+        frozen: The tensors that are not trained.
     """
 
     whose: str

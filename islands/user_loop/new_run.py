@@ -59,8 +59,6 @@ def create_run(
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
     Args:
-        tensors: The tensors that are merged.
-        first: Returns their first values.
         frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
             because `join` compares them.
         model_config: The settings of a model of `transformers` as JSON, for exports.

@@ -49,7 +49,6 @@ class Session(Membership):
 
         Args:
             url: The URL of the Redis, or the path of a join file; None for $ARCHIPELAGO_URL.
-            run: The name of the run.
             island: The name of this island; None for that of the join file, or a random one.
             wait_seconds: How long to wait for a Redis that does not answer at first.
             evaluate: The script's function from parameters to a held-out loss, if it has one.

@@ -57,8 +57,7 @@ def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: 
     """Raise MismatchError (`loop.other-tensors`), with the difference, unless the trained tensors are those of the run.
 
     Args:
-        tensors: The tensors that the island trains.
-        frozen: The names of those that it does not train.
+        frozen: The names of the tensors that the island does not train.
     """
     require_equal_tensors(f"the run {manifest.run!r}", manifest.tensors, tensors, manifest.frozen, frozen)
 

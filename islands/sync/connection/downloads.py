@@ -181,7 +181,6 @@ def believable_step(
 
     Args:
         known: The largest step that the island believes in.
-        steps: The length of the run in steps.
         interval: The steps between two syncs of a fragment.
         newest_rounds: Returns the newest entries of the tape. Called only for a step that needs it.
     """
@@ -207,10 +206,6 @@ def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
     A run that continues from a checkpoint is the same run, and its islands go back to that checkpoint. A new run under
     the old name has other weights, and an island of the old one must neither take them nor send to it.
     A manifest that is lost or damaged says nothing: the run's merger writes it again.
-
-    Args:
-        reader: The connection to the run of that name.
-        manifest: The run that the island joined.
     """
     try:
         is_other = reader.manifest().uid != manifest.uid

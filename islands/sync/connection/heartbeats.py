@@ -101,15 +101,12 @@ class Heartbeats:
 
     Attributes:
         first: The first heartbeat. Its fields about the process and the machine do not change.
-        newest: The next heartbeat to send.
         alive_at: When the loop said last that it goes on.
         stall_seconds: A loop has stalled if it asks for no heartbeat for this long. No peer waits for it then.
-        is_stalled: Whether it has stalled.
         is_replaced: Whether a newer process has taken this island's name over. The island leaves, and sends nothing
             more.
         request: The operator's request to this island: `drain`, `expel`, or empty.
         run_steps: The length of the run in steps, which an operator can change.
-        serving: Whether a merger serves the run.
     """
 
     def __init__(
@@ -128,7 +125,6 @@ class Heartbeats:
         Args:
             channels: What it sends to each shard, and what it gets from there.
             who: The island and its incarnation, `NAME/INCARNATION`.
-            uplink: Measures the round trip.
             clock, wall: Monotonic seconds, and those of the wall clock for notes.
             changed: Notified each time a shard was told.
         """

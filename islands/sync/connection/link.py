@@ -81,7 +81,6 @@ class Link:
         Args:
             who: The island and its incarnation, `NAME/INCARNATION`.
             ranges: The ranges of the text that the island may read, in its order of preference.
-            wall: Seconds of the wall clock, for notes.
         """
         self.transport, self.manifest, self.who, self.clock = transport, manifest, who, clock
         self.uplink = Uplink()

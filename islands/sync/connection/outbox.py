@@ -34,7 +34,6 @@ class Draft:
 
     Attributes:
         header: The contribution, without the size and the digest of its payload.
-        parts: The codec's arrays, still on the device.
         elements: The number of the fragment's elements.
     """
 
@@ -238,7 +237,6 @@ class Outbox:
         `resend` then publishes those that it has lost, too.
 
         Args:
-            closed: The last closed round.
             tape: The contributions that the tape names, by round. A contribution of a round that it lacks stays merged.
         """
         named = frozenset().union(*tape.values())

@@ -25,7 +25,6 @@ class Pump:
     """One kind of work.
 
     Attributes:
-        name: The name of its thread.
         work: Does everything that is pending, without waiting for more.
         wait_seconds: How long its thread rests between two calls unless it is woken; None rests until it is woken.
         patient_work: Called by its thread instead of `work`; it may wait for more work.
