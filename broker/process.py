@@ -257,7 +257,7 @@ class Patience:
                 if self.stopped():
                     raise KeyboardInterrupt from error
                 if self.clock() >= gives_up_at:
-                    raise
+                    raise error.with_traceback(None) from None  # the sentence says what the library has said
             self.pause(PAUSE_SECONDS)
 
 

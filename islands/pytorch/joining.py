@@ -53,6 +53,7 @@ def create(
     names: Names | None = None,
     record: bool = False,
     shards: int = 1,
+    wait_seconds: float = 30.0,
 ) -> bool:
     """Create a run for training scripts in PyTorch, which then `join` it. Its first parameters are the model's.
 
@@ -64,7 +65,8 @@ def create(
             name to a boolean. One that several layers share is trained if any of its names is chosen. The others are
             frozen: `join` compares them by digest, and they are never sent. None for those that require gradients now.
         names: The names and layouts of the run where they are not those of the module, as in `join`.
-        url, name, steps, sync, merge, outer, adopt, wire, kinds, record, shards: As in `archipelago.create`.
+        url, name, steps, sync, merge, outer, adopt, wire, kinds, record, shards, wait_seconds: As in
+            `archipelago.create`.
 
     Returns:
         Whether this call created it: False if the run exists with these tensors and settings.
@@ -74,12 +76,13 @@ def create(
             (`loop.too-large`), or islands of a lost run of that name are alive (`init.islands-live`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A parameter holds NaN or infinity (`loop.not-finite`).
+        BrokerError: The Redis cannot be reached.
     """
     config = settings(steps, record=record, sync=sync, merge=merge, outer=outer, adopt=adopt, wire=wire)
     parameters = ModuleParameters(model, buffers, trained, names)
     named, tensors = parameters.named(), parameters.manifest_tensors(kinds_by(kinds))
     own = "" if names else _config_text(model)
-    made = partial(create_run, url, name, config, shards, tensors, model_config=own)
+    made = partial(create_run, url, name, config, shards, tensors, model_config=own, wait_seconds=wait_seconds)
     if (mesh := mesh_of(unwrapped(model)[0])) is not None:
         from archipelago.islands.pytorch.parallel import create_split
 

@@ -64,9 +64,10 @@ class TrainerIsland:
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ConfigError(f"`steps` cannot be {steps!r}", "Give a length such as 20_000.", code="config.value")
         self._url, self._name, self.length, self._tokens = url, name, steps, tokens
-        self._shared: dict[str, Any] = {"buffers": buffers, "trained": trained, "names": names}
-        self._own: dict[str, Any] = {"island": island, "wait_seconds": wait_seconds}
-        self._settings, self._final_seconds = settings, final_seconds
+        self._shared: dict[str, Any] = {
+            "buffers": buffers, "trained": trained, "names": names, "wait_seconds": wait_seconds
+        }  # fmt: skip
+        self._island, self._settings, self._final_seconds = island, settings, final_seconds
         self._run: Any = None  # the last one, from the first training on
         self._scaler: Any = None
         self._scale = 0.0
@@ -112,7 +113,7 @@ class TrainerIsland:
         if self.length is not None:
             create(self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
         bare = [getattr(each, "optimizer", each) for each in optimizers]
-        run = membership(Joining(self._url, self._name, model, bare, **self._shared, **self._own), group)
+        run = membership(Joining(self._url, self._name, model, bare, island=self._island, **self._shared), group)
         self._run, self.is_joined = run.__enter__(), True
         self._scaler, self._scale = scaler, scaler.get_scale() if scaler else 0.0
         atexit.register(self._at_exit)

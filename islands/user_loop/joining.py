@@ -43,6 +43,7 @@ def create(
     trained: Trained | None = None,
     record: bool = False,
     shards: int = 1,
+    wait_seconds: float = 30.0,
 ) -> bool:
     """Create a run for training scripts in JAX, which then `join` it. Its first parameters are those given.
 
@@ -66,6 +67,7 @@ def create(
         record: Keep all payloads, so that `archipelago replay` can merge the rounds again.
         shards: How many mergers share the work, for a model that is too large for one. One process serves all shards
             until others come.
+        wait_seconds: How long to wait for a Redis that does not answer.
 
     Returns:
         Whether this call created it: False if the run exists with these tensors and settings.
@@ -76,13 +78,15 @@ def create(
             (`init.islands-live`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A leaf holds NaN or infinity (`loop.not-finite`).
+        BrokerError: The Redis cannot be reached.
     """
     config = settings(steps, record=record, sync=sync, merge=merge, outer=outer, adopt=adopt, wire=wire)
     layout = TreeLayout.of(params, trained)
     leaves = layout.leaves_of(params)
     for leaf, values in leaves.items():
         require_values(leaf, values)
-    made = partial(create_run, url, name, config, shards, layout.tensors(kinds_by(kinds)))
+    tensors = layout.tensors(kinds_by(kinds))
+    made = partial(create_run, url, name, config, shards, tensors, wait_seconds=wait_seconds)
     if layout.is_spread:
         from archipelago.islands.user_loop.parallel import create_spread
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,9 @@ from archipelago.broker.footprint import memory_text, redis_parts
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced, installed_versions
 from archipelago.broker.messages import Snapshot
+from archipelago.broker.observe.logs import show_unless_set_up
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
-from archipelago.broker.process import connect_to
+from archipelago.broker.process import Patience, connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create, require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
@@ -55,6 +57,7 @@ def create_run(
     first: FirstValues,
     frozen: Frozen,
     model_config: str = "",
+    wait_seconds: float = 30.0,
 ) -> bool:
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
@@ -62,7 +65,7 @@ def create_run(
         frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
             because `join` compares them.
         model_config: The settings of a model of `transformers` as JSON, for exports.
-        url, name, config, shards: What the script gives to `create`.
+        url, name, config, shards, wait_seconds: What the script gives to `create`.
 
     Raises:
         ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive
@@ -75,8 +78,12 @@ def create_run(
     fragments = balanced(tensors, config.sync.fragments)
     whole = Manifest(run, config, tuple(tensors), fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
     manifest = with_shards(replace(whole, model_config=model_config), shards)
-    transport = connect_to(url, run)
+    show_unless_set_up()
+    awaited = Patience(wait_seconds, lambda: False)
+    transport = awaited(lambda: connect_to(url, run))
     try:
+        with suppress(UnknownRunError):  # which a server can say once it has loaded its data
+            awaited(transport.reader.manifest)
         return _create(transport, manifest, first, frozen)
     finally:
         transport.close()

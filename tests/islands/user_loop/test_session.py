@@ -16,14 +16,16 @@ import numpy as np
 import pytest
 
 from archipelago import SyncConfig, create, join
+from archipelago.broker import process
 from archipelago.broker.config import AdoptConfig, MergeConfig
 from archipelago.broker.control import DRAIN, EXPEL, island_field
-from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
+from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError, UnreachableError
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.transport import connect
+from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.sync import leaving, participant
 from archipelago.islands.sync.script import CALL_STEPS_MAX
+from archipelago.islands.user_loop import new_run
 from tests.conftest import Until
 from tests.failing import failing
 from tests.islands.user_loop.any_framework import Framework, served
@@ -82,6 +84,23 @@ def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(
         connect(url, "own").reader.manifest()
     monkeypatch.setattr(RedisConnection, "memory", lambda self: Memory(used=1 << 20, limit=32 << 20))
     assert framework.create(url, "own", framework.model(), steps=10)
+
+
+def test_create_waits_for_a_redis_that_is_just_starting(
+    framework: Framework, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [UnreachableError("it does not answer")] * 3
+
+    def connect_late(*asked: str) -> RedisTransport:
+        if refusals:
+            raise refusals.pop()
+        return process.connect_to(*asked)
+
+    monkeypatch.setattr(new_run, "connect_to", connect_late)
+    monkeypatch.setattr(process, "PAUSE_SECONDS", 0.0)
+    assert framework.create(url, "own", framework.model(), steps=1000)
+    with failing(UnreachableError, "broker.unreachable"):
+        framework.create("redis://127.0.0.1:1", "own", framework.model(), steps=10, wait_seconds=0.0)
 
 
 def test_a_first_parameter_that_is_not_finite_is_named(framework: Framework, url: str) -> None:
