@@ -16,7 +16,6 @@ LAUNCHED = ("init", "island", "merger")
 
 
 def main() -> int:
-    """Run the command `archipelago`."""
     signal.signal(signal.SIGINT, _end)
     if os.getpid() == 1:  # The first process of a container ignores every signal that it does not handle.
         signal.signal(signal.SIGTERM, _end)

@@ -31,7 +31,6 @@ class CompletionOptions:
 
 
 def main(options: CompletionOptions) -> int:
-    """Print the script."""
     script = io.StringIO()
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
         asked = ["--tyro-print-completion", options.shell]

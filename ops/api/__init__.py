@@ -79,7 +79,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
     if name == "__version__":
         from importlib.metadata import version
 

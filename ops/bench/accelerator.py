@@ -99,7 +99,6 @@ class AcceleratorOptions(OutputOptions):
 
 
 def main(options: AcceleratorOptions) -> int:
-    """Measure, and write the results and the profiles."""
     config = checked(options.settings)
     require_linux()
     keep_compiled()
@@ -273,7 +272,6 @@ def _turn_rows(
 
 
 def spectrum_rows(found: SpectrumFound) -> list[dict[str, Any]]:
-    """Return the lines of a matrix whose spectrum is changed."""
     what = "the spectrum of {:,} × {:,}, exponent {:g}".format(*found.shape, found.exponent)
     return [
         _row(f"{what}: values that differ from numpy's", found.differing, "all", math.prod(found.shape), goal=0.0),

@@ -57,7 +57,6 @@ class IslandTurns:
     Attributes:
         scan_steps: Inner steps of one compiled program.
         steps: Inner steps of each turn.
-        parameters: Elements of the model.
         largest: Elements of its largest fragment.
         on: The turns with syncing.
         off: The turns without, each right after one with.
@@ -81,7 +80,6 @@ def say_backend(pipe: Connection) -> None:
 
 
 def create_run(pipe: Connection, url: str, config: RunConfig) -> None:
-    """Create the run, and notify the parent."""
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     from archipelago.ops.launch.init import create

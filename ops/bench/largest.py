@@ -76,7 +76,6 @@ class LargestOptions(OutputOptions):
 
 
 def main(options: LargestOptions) -> int:
-    """Measure, and write the results."""
     keep_compiled()
     require_number("--fragments", options.fragments, "Give 1 or more.", 1)
     require_number("--islands", options.islands, "Give 2 or more.", 2)
@@ -106,7 +105,6 @@ class Predicted(NamedTuple):
 
     @property
     def together_bytes(self) -> int:
-        """The memory of all processes together."""
         return self.islands_bytes + self.cycle.merger_bytes + self.cycle.redis_first_bytes
 
 

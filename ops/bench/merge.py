@@ -47,7 +47,6 @@ class MergeOptions(OutputOptions):
 
 
 def main(options: MergeOptions) -> int:
-    """Measure, and write the results."""
     return finish("merge", merge(options.quick), options)
 
 

@@ -105,12 +105,10 @@ class SyncOptions(OutputOptions):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of each tensor."""
         return (max(1, round(self.parameters / TENSORS / COLUMNS)), COLUMNS)
 
 
 def main(options: SyncOptions) -> int:
-    """Measure, and write the results."""
     if options.pieces:
         return finish("sync-pieces", in_pieces(options), options)
     return finish("sync", sync(options), options)
@@ -170,7 +168,6 @@ def sync(options: SyncOptions) -> dict[str, Any]:
 
 
 def _turns(options: SyncOptions, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
-    """Let both systems sync in turn."""
     sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if not theirs.reason else [ours.sync]
     mine, *others = taking_turns(sides, options.rounds, WARM_UPS)
     rows = [_row("archipelago", mine)]

@@ -38,7 +38,6 @@ class WireOptions(OutputOptions):
 
 
 def main(options: WireOptions) -> int:
-    """Measure, and write the results."""
     return finish("wire", wire(QUICK if options.quick else WireSize()), options)
 
 

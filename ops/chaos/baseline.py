@@ -80,10 +80,6 @@ class Hub(LoopServer):
     Then each sends the step of its last checkpoint and its gradient, and receives the mean of all gradients, again and
     again, until a connection is lost. Only the first worker saves checkpoints. Gradients are bytes, all else is lines.
 
-    Args:
-        names: The workers.
-        progress: Records the steps.
-
     Attributes:
         port: The port of loopback on which it listens.
     """
@@ -201,10 +197,6 @@ def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitS
 def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> Figures:
     """Train data-parallel under the faults of a storm, and return the figures.
 
-    Args:
-        plan: The plan of the storm.
-        stopped: Whether a signal has asked this process to stop.
-
     Raises:
         ArchipelagoError: The workers do not begin to train, or a signal interrupted them.
     """
@@ -225,7 +217,6 @@ def summarise(
     """Return the figures of a process group.
 
     Args:
-        progress: All steps of the group.
         useful: By how many steps the parameters are further at the end of the window than at its begin.
         begin, end: The window.
         step_seconds: The minimum duration of a step, by worker.
@@ -258,7 +249,6 @@ class DataParallelWorker:
         checkpoint_seconds: The time from one checkpoint to the next.
 
     Attributes:
-        state: Parameters and optimiser state.
         saved: The step of the last checkpoint; 0 before the first.
     """
 

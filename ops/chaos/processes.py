@@ -132,7 +132,6 @@ class RunProcesses(FaultInjector):
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _redis(self) -> FaultTarget:
-        """Start the server."""
         folder = self.plan.folder / "redis"
         self.note(REDIS, "start")
         server = start_server(folder)
@@ -194,7 +193,6 @@ class RunProcesses(FaultInjector):
         return FaultTarget(name, child, proxy, own_files=(log, turn_log))
 
     def start(self, target: FaultTarget) -> None:
-        """Start a target for the first time, or restart it."""
         super().start(target)
         if target is self.redis:
             self.note(REDIS, "ready")

@@ -92,7 +92,6 @@ class StormRecord:
 
     @property
     def seconds(self) -> float:
-        """Length of the window."""
         return self.end - self.begin
 
     @property
@@ -221,7 +220,6 @@ class Check:
 
 
 def checks(storm: StormRecord) -> list[Check]:
-    """Check all invariants."""
     counters, pending, tapes = storm.counters, storm.pending, storm.tapes
     merged = Counter(
         (shard, m.island, m.incarnation, m.sequence)

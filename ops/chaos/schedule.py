@@ -101,11 +101,8 @@ def poisson(
     for an exponentiated Weibull delay.
 
     Args:
-        targets: The processes.
-        seconds: The length of the storm.
         seed: The same seed gives the same faults.
         mean_seconds_between: Mean time that a process is up before its next fault.
-        kinds: The kinds to choose from.
         return_seconds: Mean duration of a fault.
     """
     delays, found = Delays(return_seconds, RETURN_SHAPE, RETURN_POWER), []

@@ -37,7 +37,6 @@ def application(boards: Boards, names: Collection[str] = ("localhost",)) -> Star
     """Return the web application.
 
     Args:
-        boards: The runs.
         names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
             site whose name resolves to this machine cannot read the dashboard.
     """
@@ -93,7 +92,6 @@ class _Service:
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 
     async def runs(self, request: Request) -> Response:
-        """Answer with all runs."""
         found = await run_in_threadpool(self.boards.listed)
         return Response(to_json(found), media_type="application/json", headers=FRESH)
 

@@ -43,7 +43,6 @@ class DashOptions(RunSource):
 
 
 def main(options: DashOptions) -> int:
-    """Serve until a signal arrives."""
     require_extra("dash", "The dashboard")
     stopped = stop_on_signals()
     named = options.run or os.environ.get(RUN_VARIABLE) or (options.url and "://" not in options.url)

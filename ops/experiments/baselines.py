@@ -54,7 +54,6 @@ class AllShards:
         self._positions: Iterator[ReadPosition] = iter(())
 
     def offer(self, ranges: Sequence[str], /) -> None:
-        """Take every range."""
         passes = count() if ranges else ()
         self._positions = (ReadPosition(name, pass_number, 0) for pass_number in passes for name in ranges)
 

@@ -86,7 +86,6 @@ class TorchIsland(Participant):
     training: LlamaTraining
 
     def advance(self) -> None:
-        """Make one training step."""
         tokens, loss = self.training.step(self.ledger.global_step)
         self.count(1, tokens, loss)
 

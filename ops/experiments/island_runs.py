@@ -42,7 +42,6 @@ class HostileRun(VirtualRun):
         super().__init__(*args, **named)
 
     def connect_island(self, name: str) -> IslandTransport:
-        """Return the connection of an island."""
         transport = super().connect_island(name)
         if not self._attacks:
             return transport

@@ -104,7 +104,6 @@ class ParityOptions(OutputOptions):
 
 
 def main(options: ParityOptions) -> int:
-    """Run what is left, and show all results."""
     config = checked(options.settings)
     for count in options.islands or (0,):
         require_number("--islands", count, f"Give numbers from 1 to {ISLANDS_MAX}.", 1, ISLANDS_MAX)

@@ -99,7 +99,6 @@ class StudyOptions:
 
 
 def main(options: StudyOptions) -> int:
-    """Run the trials that have no result yet, then show all results."""
     if not options.name:
         return _overview(options)
     study = load(options.studies, options.name)

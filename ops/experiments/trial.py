@@ -57,7 +57,6 @@ class Trial:
         attack: What they do, one of ATTACKS.
         apart: Each island reads a part of the text of its own.
         frameworks: Those in which the islands train, in turn, such as `jax pytorch`; empty for our worker.
-        seed: The seed of the run.
         settings: Pairs of a dotted name and a value, sorted by name.
     """
 
@@ -131,7 +130,6 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """The identity of the trial."""
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 

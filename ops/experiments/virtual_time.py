@@ -74,8 +74,6 @@ class VirtualRun:
         work: What the run trains, with its settings.
         step_seconds: How long each island takes for an inner step.
         connect: Makes a connection to the broker; default a broker in memory.
-        clock: The clock; default a new one.
-        run: The name of the run.
         sending_seconds: How long each contribution of each island is on its way, one after another. Their rounds close
             without them, and the contributions are merged stale.
         others: What some islands train instead, by name, such as on other data.
@@ -145,7 +143,6 @@ class VirtualRun:
             island.link.pump()
 
     def add_island(self, name: str, step_seconds: float, origin: Literal["fresh", "peer"] = "fresh") -> Island:
-        """Let another island join now."""
         transport = self.connect_island(name)
         self._born += 1
         incarnation = f"v{self._born}"
@@ -169,7 +166,6 @@ class VirtualRun:
         """Let an island that has joined begin to train.
 
         Args:
-            island: The island.
             rejoin: How it gets the state of its inner optimiser.
             step_seconds: How long it takes for an inner step.
             asks_peers: Whether it asks the others for that state. They answer at once.
@@ -264,7 +260,6 @@ class VirtualRun:
         self._exchange(island)
 
     def _schedule(self, island: Island, at: float) -> None:
-        """Schedule the island's next step boundary."""
         self._plan(at, island, self._step)
 
     def _plan(self, at: float, island: Island, act: Callable[[Island], None]) -> None:

@@ -48,7 +48,6 @@ class AdministratorOptions:
 
     @contextmanager
     def administrator(self) -> Iterator[Administrator]:
-        """Yield the administrator of the run."""
         address = self.url or os.environ.get(URL_VARIABLE) or self._kept()
         invited = invitation_at(address)
         transport = connect_to(address, self.run)

@@ -67,7 +67,6 @@ class LocalRun:
     Attributes:
         transport: A connection to all shards of the run.
         watcher: A reader of the run on a connection of its own.
-        stopped: Whether a signal has arrived.
         redis: The Redis, if it is our own.
         joins: The join file of each process, by name. Processes without one use the URL.
         shares: The accelerators of each island; None on a machine without any.

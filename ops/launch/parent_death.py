@@ -33,7 +33,6 @@ def command(argv: Sequence[str], *, watch: bool | None = None, niceness: int = 0
     The command names this file and skips site packages, so it works from any folder and with any kind of install.
 
     Args:
-        argv: The program and its arguments.
         watch: Force the supervisor (True) or the death signal (False). None takes the signal if the system has it.
         niceness: How much the program gives way to others for a processor, from 0 to 19, as with `nice`.
     """
@@ -44,7 +43,6 @@ def command(argv: Sequence[str], *, watch: bool | None = None, niceness: int = 0
 
 
 def give_way(niceness: int) -> None:
-    """Give way to other programs for a processor."""
     os.nice(niceness)
     # Linux may compare whole sessions, each of which has a niceness of its own.
     try:
@@ -92,7 +90,6 @@ def watch(parent: int, argv: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program of a `command`."""
     parent, niceness, way, *rest = arguments
     if int(niceness):
         give_way(int(niceness))

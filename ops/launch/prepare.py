@@ -37,7 +37,6 @@ class PrepareOptions:
 
 
 def main(options: PrepareOptions) -> int:
-    """Prepare one corpus, and print a summary."""
     from archipelago.islands.data.corpus import data_folder
 
     corpus = _prepare(options)

@@ -44,7 +44,6 @@ class RmOptions:
 
 
 def main(options: RmOptions) -> int:
-    """Delete the run."""
     name = checked_name(options.run, "the run name")
     if not (options.url or os.environ.get(URL_VARIABLE)) and (folder := Path("runs") / name).is_dir():
         raise ConfigError(

@@ -171,12 +171,10 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process ID of the newest process."""
         assert self.process is not None  # noqa: S101
         return self.process.pid
 
     def alive(self) -> bool:
-        """Return whether the process runs."""
         return self.process is not None and self._poll() is None
 
     def stop(self, seconds: float) -> None:
@@ -185,7 +183,6 @@ class Child:
         self.wait(seconds)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it runs."""
         if self.process is not None and self.alive():
             self.process.send_signal(number)
 
@@ -220,7 +217,6 @@ class Child:
         return message_of(lines[-1]) if lines else ""
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """Return the last lines of the log."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:]
         except OSError:

@@ -133,7 +133,6 @@ class RunPlan:
 
 
 def main(options: PlanOptions) -> int:
-    """Plan, and print one page."""
     found = plan(options)
     if options.json:
         print_json(dataclasses.asdict(found))
@@ -304,7 +303,6 @@ def tokens_of(tokens: str, parameters: int) -> int:
 
 
 def page(options: PlanOptions, found: RunPlan) -> list[str]:
-    """Return the lines of the page."""
     way, need, fleet = found.way, found.load, found.fleet
     interval_seconds = way.interval * found.step_seconds
     fails, settings = seconds_text(options.hours_between * 3600), f"--sync.interval {way.interval}"

@@ -40,7 +40,6 @@ class TablesOptions:
 
 
 def main(options: TablesOptions) -> int:
-    """Simulate every cell, and print the tables."""
     require_number("--days", options.days, "Give more than 0.", 1e-6)
     require_number("--seed", options.seed, "Give a seed of at least 0.")
     began = time.process_time()
@@ -114,7 +113,6 @@ class PaperRow(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name of the row in the table."""
         if self.islands > 1:
             return f"M = {self.islands}"
         return "M = 1, elastic" if self.elastic else "M = 1, not elastic"
@@ -159,7 +157,6 @@ class PaperLink(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name of the row in the table."""
         kind = "data-parallel" if self.data_parallel else f"M = 8, {'bf16' if self.bits == 16 else 'int4'}"
         return f"{self.step_seconds:g} s, {self.sites} sites, {kind}"
 

@@ -15,7 +15,6 @@ def new_table(*heads: str, numbers: Container[str] = (), **options: Any) -> Tabl
     """Return an empty table without lines. The columns whose heads are in `numbers` are on the right.
 
     Args:
-        heads: The heads of the columns.
         numbers: The heads of the columns of numbers.
         options: More arguments of rich's `Table`.
     """

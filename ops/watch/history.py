@@ -110,7 +110,6 @@ class Trail(Generic[Row]):
         self._open: list[Row] = []
 
     def add(self, row: Row) -> None:
-        """Add the newest row."""
         self._open.append(row)
         if len(self._open) < self.span:
             return

@@ -273,7 +273,6 @@ class Watcher:
     """A reader that reads one run repeatedly. Only the thread that calls `update` uses the transport.
 
     Args:
-        transport: A connection to the run.
         rounds: The most rounds that are read for the history, at the beginning and after a gap.
         address: How commands name the run's Redis here.
         clock: Monotonic seconds.

@@ -61,7 +61,6 @@ class ReportOptions:
 
 
 def main(options: ReportOptions) -> int:
-    """Write the file."""
     library = chart_library()
     found, folder = everything(options)
     name = checked_name(str(found["page"]["run"]), "the run name")
@@ -183,7 +182,6 @@ def syncs_in_words(view: RunView) -> str:
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json into the folder."""
     make_untracked(folder)
     write_atomically(folder / SUMMARY, json.dumps(finite(report), indent=2) + "\n")
 

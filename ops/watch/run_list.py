@@ -81,7 +81,6 @@ class RunEntry:
 
 
 def main(options: RunsOptions) -> int:
-    """List the runs."""
     has_redis = bool(options.url or os.environ.get(URL_VARIABLE))
     entries = all_runs(options.url, options.folder)
     if options.json:

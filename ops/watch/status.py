@@ -117,7 +117,6 @@ def _watch(found: FoundRun, *, as_json: bool) -> None:
 
 
 def _draw(console: Console, watcher: Watcher, stopped: Callable[[], bool]) -> None:
-    """Draw the live screen until a signal."""
     from rich.live import Live
 
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -155,7 +154,6 @@ def render(reading: RunReading, rows: int | None = None) -> RenderableType:
     """Return the run's state, its lines, its islands and its problems.
 
     Args:
-        reading: The run and its problems.
         rows: The most islands, and the most problems; a last line counts the rest.
     """
     view, lines = reading.view, problem_lines(reading.view, reading.problems)
@@ -168,7 +166,6 @@ def live_screen(reading: RunReading | None, outage: Outage | None, now: float, h
     """Return the screen of `status --watch`. What does not fit into its height is cut off at its end.
 
     Args:
-        reading: The last successful reading, or None.
         outage: Why there is no new reading, or None.
         now: Unix seconds.
         height: The lines of the terminal.
@@ -193,7 +190,6 @@ def _event_line(event: Event, now: float) -> Text:
 
 
 def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
-    """Return the state line in colours."""
     style = _MOOD_STYLES[state.urgency if state.sentence else state.mood]
     text = Text(printable(state.text), style="" if style == "dim" else style)
     text.stylize(f"bold {_MOOD_STYLES[state.mood]}", 0, len(state.word))

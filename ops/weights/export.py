@@ -47,7 +47,6 @@ class ExportOptions:
 
 
 def main(options: ExportOptions) -> int:
-    """Find the parameters and write them."""
     require_new(options.out)
     keep_compiled()
     with progress("reading the parameters"):

@@ -66,7 +66,6 @@ class TextModel:
 
 
 def main(options: GenerateOptions) -> int:
-    """Generate and print the text."""
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     require_number("--seed", seed, "Choose 0 to 2147483647.", most=(1 << 31) - 1)
     require_number("--tokens", options.tokens, "Choose a positive number.", 1)

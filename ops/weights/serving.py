@@ -48,7 +48,6 @@ class ServeWeightsOptions:
 
 
 def main(options: ServeWeightsOptions) -> int:
-    """Write each version until the run ends."""
     require_number("--keep", options.keep, "Keep 1 version or more.", 1)
     make_untracked(options.folder)
     with follow(options.url, options.run, wait_seconds=options.wait_seconds) as listener:

@@ -294,7 +294,6 @@ def latency(samples: Sequence[float]) -> Finding:
 
 
 def bandwidth(link: Bandwidth) -> Finding:
-    """Judge the rates of one connection."""
     if link.why_not:
         what = f"The bandwidth was not measured ({link.why_not})."
         return warning("bandwidth.unknown", what, "Free memory there, then run doctor again.")
@@ -307,7 +306,6 @@ def sync(link: Bandwidth, round_trip_seconds: float, manifest: Manifest, step_se
     Args:
         link: The rates of the link to the Redis; 0 if they are unknown, or if the Redis is on this machine.
         round_trip_seconds: The median round trip to it.
-        manifest: The run.
         step_seconds: The time of an inner step; NaN if it is unknown.
     """
     wire, sizes = manifest.config.wire, manifest.sizes
