@@ -13,7 +13,6 @@ and the island on the other, because in a real run they are different machines. 
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -29,13 +28,7 @@ from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireCo
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh import parsed
 from archipelago.islands.models.llama import DENSE
-from archipelago.ops.bench.accelerator_codecs import (
-    CODEC,
-    SpectrumFound,
-    change_spectra,
-    compare_bits,
-    quantise_and_copy,
-)
+from archipelago.ops.bench.accelerator_codecs import CODEC, change_spectra, compare_bits, quantise_and_copy
 from archipelago.ops.bench.accelerator_processes import (
     RUN,
     IslandTurns,
@@ -48,7 +41,7 @@ from archipelago.ops.bench.accelerator_processes import (
     train_only,
 )
 from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
-from archipelago.ops.bench.output import OutputOptions, compared, finish
+from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row
 from archipelago.ops.settings import say
 
 Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra"]
@@ -68,13 +61,10 @@ STRETCHED = (
     "the merger was slower than the island, so rounds were stretched: steps with syncing had too few syncs to compare. "
     "Use a faster rule (--merge.rest rda --merge.embedding rda), a longer --sync.interval, or more cores"
 )
-#: Quantising on an accelerator takes at most as long as this many copies of the vector.
-GOAL_COPIES = 2.0
 #: The largest fragments that an island may use in addition to the training and one held copy of the model.
 GOAL_MEMORY = 4.0
-TURNS, TURNS_QUICK = 5, 2
-#: The shortest turn. It takes as many whole intervals as fill this time.
-TURN_SECONDS, TURN_SECONDS_QUICK = 2.0, 0.2
+#: The turns, and the shortest time of one, which takes as many whole intervals as fill it.
+TURNS, TURNS_QUICK = (5, 2.0), (2, 0.2)
 
 
 @dataclass(frozen=True)
@@ -133,26 +123,17 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             models[size]["pytorch"] = turns._asdict()
             rows += torch_rows(own, backend, turns)
     elements = ELEMENTS_QUICK if options.quick else ELEMENTS
-    if "quantiser" in parts:
-        say(f"quantising {elements:,} elements to {CODEC}, against a copy")
-        with child(quantise_and_copy, elements) as measuring:
-            for framework, quantise, copy in measuring.receive():
-                what = f"{framework}, {elements / 1e6:g} M elements to {CODEC}, ms"
-                rows.append(
-                    _row(what, 1e3 * quantise, "a copy", 1e3 * copy, goal=GOAL_COPIES if backend != "cpu" else "")
-                )
-    if "bits" in parts:
-        say("every codec on this device and by numpy")
-        with child(compare_bits, elements // 8) as comparing:
-            for framework, name, differing, total in comparing.receive():
-                what = f"{framework}, {name}: bytes sent and read that differ from numpy's"
-                rows.append(_row(what, differing, "all", total, goal=0.0))
-    if "spectra" in parts:
-        say("spectra of matrices on this device and by numpy")
-        largest = ELEMENTS_QUICK if options.quick else ELEMENTS_CPU if backend == "cpu" else ELEMENTS
-        with child(change_spectra, largest) as changing:
-            while found := changing.receive():
-                rows += spectrum_rows(found)
+    largest = min(elements, ELEMENTS_CPU) if backend == "cpu" else elements
+    for part, measure, size, what in (
+        ("quantiser", quantise_and_copy, elements, f"quantising {elements:,} elements to {CODEC}, against a copy"),
+        ("bits", compare_bits, elements // 8, "every codec on this device and by numpy"),
+        ("spectra", change_spectra, largest, "spectra of matrices on this device and by numpy"),
+    ):
+        if part in parts:
+            say(what)
+            with child(measure, size) as measuring:
+                while found := measuring.receive():
+                    rows.append(found)
     return {"models": models, "elements": elements, "rows": rows}
 
 
@@ -177,7 +158,7 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
     JAX's profile of one more turn with syncing goes to the folder `profile`.
     """
     mine, others = halves_of_the_cores()
-    pairs, seconds = (TURNS_QUICK, TURN_SECONDS_QUICK) if options.quick else (TURNS, TURN_SECONDS)
+    pairs, seconds = TURNS_QUICK if options.quick else TURNS
     with ExitStack() as held:
         server = held.enter_context(own_redis())
         os.sched_setaffinity(server.pid, others)
@@ -201,7 +182,7 @@ def torch_turns(config: RunConfig, options: AcceleratorOptions) -> TorchTurns | 
         say(f"PyTorch is left out: it needs the extra llama, and one of the models {', '.join(DENSE)}")
         return None
     mine, others = halves_of_the_cores()
-    pairs, seconds = (TURNS_QUICK, TURN_SECONDS_QUICK) if options.quick else (TURNS, TURN_SECONDS)
+    pairs, seconds = TURNS_QUICK if options.quick else TURNS
     say(f"{_what(config)}: the same in PyTorch")
     with own_redis() as server, child(sync_in_torch, server.url, mine, config, pairs, seconds) as looping:
         os.sched_setaffinity(server.pid, others)
@@ -229,14 +210,14 @@ def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedT
     largest = 4 * found.largest
 
     def memory(what: str, size: int, goal: float | str = "") -> dict[str, Any]:
-        return _row(f"{what}, MiB", size / 2**20, "largest fragment", largest / 2**20, goal=goal)
+        return ratio_row(f"{what}, MiB", size / 2**20, "largest fragment", largest / 2**20, goal=goal)
 
     beside, between = (max(turn.peak_bytes for turn in turns) - alone.peak_bytes for turns in (found.on, found.off))
     return [
         *_turn_rows(_what(config), config, backend, found.steps, *step, syncs),
-        _row("  its processor time, ms", each * cpu.first, "no sync", each * cpu.second, cpu.ratio),
-        _row("  tokens a second with syncing", tokens / turn, "plain JAX", tokens / alone.seconds),
-        _row("  processor time a synced parameter, ns", 1e9 * a_parameter, "", "", ""),
+        ratio_row("  its processor time, ms", each * cpu.first, "no sync", each * cpu.second, cpu.ratio),
+        ratio_row("  tokens a second with syncing", tokens / turn, "plain JAX", tokens / alone.seconds),
+        ratio_row("  processor time a synced parameter, ns", 1e9 * a_parameter, "", "", ""),
         memory("  peak memory beside the training", beside, GOAL_MEMORY + found.held_bytes / largest),
         memory("    also between syncs", between),
         memory("    snapshots held for differences", found.held_bytes),
@@ -266,25 +247,6 @@ def _turn_rows(
         say(STRETCHED)
         ratio = goal = ""
     return [
-        _row(f"{what}: a step, ms", each * step.first, "no sync", each * step.second, ratio, goal),
-        _row("  syncs of the model in a turn", syncs, "one each H steps", expected),
+        ratio_row(f"{what}: a step, ms", each * step.first, "no sync", each * step.second, ratio, goal),
+        ratio_row("  syncs of the model in a turn", syncs, "one each H steps", expected),
     ]
-
-
-def spectrum_rows(found: SpectrumFound) -> list[dict[str, Any]]:
-    what = "the spectrum of {:,} × {:,}, exponent {:g}".format(*found.shape, found.exponent)
-    return [
-        _row(f"{what}: values that differ from numpy's", found.differing, "all", math.prod(found.shape), goal=0.0),
-        _row(f"{what}, ms", 1e3 * found.seconds, "numpy", 1e3 * found.numpy_seconds),
-        _row("  without the way there and back, ms", 1e3 * found.alone_seconds, "numpy", 1e3 * found.numpy_seconds),
-    ]
-
-
-def _row(
-    what: str, ours: float, against: str, theirs: float | str, ratio: float | str | None = None, goal: float | str = ""
-) -> dict[str, Any]:
-    """Return a line of the table. The ratio is that of both values, unless it is given as a median of ratios."""
-    if ratio is None:
-        assert not isinstance(theirs, str)  # noqa: S101
-        ratio = ours / theirs
-    return {"what": what, "ours": ours, "against": against, "theirs": theirs, "ratio": ratio, "goal": goal}

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from archipelago.broker.codecs import CODECS, Vector, body_of, codec
-from archipelago.ops.bench.output import seconds_of, taking_turns
+from archipelago.ops.bench.output import ratio_row, seconds_of, taking_turns
 
 CODEC = "int4"
+#: Quantising on an accelerator takes at most as long as this many copies of the vector.
+GOAL_COPIES = 2.0
 #: How often a program of the quantiser runs, after one run that compiles.
 TIMES = 20
 #: The same for spectra.
@@ -76,25 +78,32 @@ def frameworks() -> Iterator[OnDevice]:
 
 
 def quantise_and_copy(pipe: Connection, elements: int) -> None:
-    """Send (framework, seconds to quantise a vector where it lies, seconds to copy it): medians, for each framework."""
+    """Send the row of each framework, quantising a vector where it lies against copying it, and None."""
+    import jax
+
     values_N = np.random.default_rng(0).standard_normal(elements, np.float32)
-    pipe.send([(each.name, *_medians(_sides(each, each.put(values_N)), TIMES)) for each in frameworks()])
+    goal = GOAL_COPIES if jax.default_backend() != "cpu" else ""
+    for each in frameworks():
+        ours, copy = (1e3 * statistics.median(turns) for turns in taking_turns(_sides(each, each.put(values_N)), TIMES))
+        what = f"{each.name}, {elements / 1e6:g} M elements to {CODEC}, ms"
+        pipe.send(ratio_row(what, ours, "a copy", copy, goal=goal))
+    pipe.send(None)
 
 
-def _sides(device: OnDevice, vector_N: Any) -> list[Callable[[], object]]:
-    return [lambda: device.wait(device.quantise(CODEC, vector_N)), lambda: device.wait(device.copy(vector_N))]
-
-
-def _medians(sides: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Return the median seconds of each side. They take turns."""
-    turns = taking_turns([partial(seconds_of, side) for side in sides], times)
-    return [statistics.median(each) for each in turns]
+def _sides(device: OnDevice, vector_N: Any) -> list[Callable[[], float]]:
+    quantise, copy = lambda: device.quantise(CODEC, vector_N), lambda: device.copy(vector_N)
+    return [partial(seconds_of, lambda work=work: device.wait(work())) for work in (quantise, copy)]
 
 
 def compare_bits(pipe: Connection, elements: int) -> None:
-    """Send (framework, codec, bytes that differ, bytes) of each codec on the device, compared with numpy."""
+    """Send the row of each codec and framework, with the bytes on the device that differ from numpy's, and None."""
     values = list(_hard_values(elements))
-    pipe.send([(each.name, name, *_differing(each, name, values)) for each in frameworks() for name in CODECS])
+    for each in frameworks():
+        for name in CODECS:
+            what = f"{each.name}, {name}: bytes sent and read that differ from numpy's"
+            differing, total = _differing(each, name, values)
+            pipe.send(ratio_row(what, differing, "all", total, goal=0.0))
+    pipe.send(None)
 
 
 def _differing(device: OnDevice, name: str, values: Sequence[Vector]) -> tuple[int, int]:
@@ -126,38 +135,23 @@ def _hard_values(elements: int) -> Iterator[Vector]:
     yield odd_N
 
 
-class SpectrumFound(NamedTuple):
-    """What JAX on this device and numpy make of a matrix.
-
-    Attributes:
-        shape: The rows and columns of the matrix.
-        exponent: That of its singular values.
-        differing: How many values differ in their bits.
-        seconds: The device's time, with the way there and back, as for a merger.
-        alone_seconds: The device's time for a matrix that lies there.
-        numpy_seconds: The time of numpy on all cores.
-    """
-
-    shape: tuple[int, int]
-    exponent: float
-    differing: int
-    seconds: float
-    alone_seconds: float
-    numpy_seconds: float
-
-
 def change_spectra(pipe: Connection, largest: int) -> None:
-    """Send a `SpectrumFound` for each of MATRICES with no more elements, and None."""
+    """Send the rows of each of MATRICES with no more elements, and None."""
     import jax
 
     device = jax.devices()[0]
     for shape, exponent in MATRICES:
         if math.prod(shape) <= largest:
-            pipe.send(_changed(shape, exponent, device))
+            for row in _changed(shape, exponent, device):
+                pipe.send(row)
     pipe.send(None)
 
 
-def _changed(shape: tuple[int, int], exponent: float, device: Any) -> SpectrumFound:
+def _changed(shape: tuple[int, int], exponent: float, device: Any) -> Iterator[dict[str, Any]]:
+    """Yield what JAX on this device and numpy make of a matrix: bits, and the times of both.
+
+    The device's time has the way there and back, as for a merger; that of numpy is on all cores.
+    """
     import jax
 
     from archipelago.merger.spectra import Spectra, with_power
@@ -178,4 +172,7 @@ def _changed(shape: tuple[int, int], exponent: float, device: Any) -> SpectrumFo
         alone = partial(program, lying_SC, np.int32(min(shape)), exponent)
         alone_seconds = min(seconds_of(lambda: alone().block_until_ready()) for _ in range(SPECTRA_TIMES))
     seconds = min(seconds_of(ours) for _ in range(SPECTRA_TIMES))
-    return SpectrumFound(shape, exponent, differing, seconds, alone_seconds, numpy_seconds)
+    what = "the spectrum of {:,} × {:,}, exponent {:g}".format(*shape, exponent)
+    yield ratio_row(f"{what}: values that differ from numpy's", differing, "all", matrix_RC.size, goal=0.0)
+    yield ratio_row(f"{what}, ms", 1e3 * seconds, "numpy", 1e3 * numpy_seconds)
+    yield ratio_row("  without the way there and back, ms", 1e3 * alone_seconds, "numpy", 1e3 * numpy_seconds)

@@ -23,14 +23,7 @@ from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import pack, unpack, unpack_encoded
 from archipelago.ops.bench.harness import child, cpu_seconds, first_version, manifest_of, own_redis, serve_merger
-from archipelago.ops.bench.output import (
-    Compared,
-    OutputOptions,
-    compared,
-    finish,
-    seconds_of,
-    taking_turns,
-)
+from archipelago.ops.bench.output import Compared, OutputOptions, compared, finish, seconds_of, taking_turns
 from archipelago.ops.bench.played import PATIENCE_SECONDS, PlayedIslands, contribution_of
 from archipelago.ops.launch.supervisor import ONE_THREAD
 

@@ -51,6 +51,16 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def ratio_row(
+    what: str, ours: float, against: str, theirs: float | str, ratio: float | str | None = None, goal: float | str = ""
+) -> dict[str, Any]:
+    """Return a line of a table. The ratio is that of both values, unless it is given as a median of ratios."""
+    if ratio is None:
+        assert not isinstance(theirs, str)  # noqa: S101
+        ratio = ours / theirs
+    return {"what": what, "ours": ours, "against": against, "theirs": theirs, "ratio": ratio, "goal": goal}
+
+
 @dataclass(frozen=True)
 class OutputOptions:
     """Options of every measurement."""

@@ -13,13 +13,7 @@ from typing import Literal
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.shards.transport import create, of_shard, whole
-from archipelago.broker.transport import (
-    IslandClient,
-    IslandTransport,
-    ReaderClient,
-    ReaderTransport,
-    Transport,
-)
+from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.sync.connection.downloads import Arrival
