@@ -149,26 +149,6 @@ def text_of(manifest: Manifest) -> str:
     return open_corpus(manifest.corpus.name).describe()
 
 
-def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunConfig, OpenCorpus]:
-    """Return the config with the vocabulary of its corpus, and that corpus. Prepare the default corpus if needed.
-
-    Raises:
-        ConfigError: The model is not known.
-        DataError: The corpus is missing or too small, or the weights do not fit the model.
-    """
-    from archipelago.islands.data.batches import Batches, held_out
-    from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.tasks.ours import fitted
-
-    corpus = open_corpus(config.data.corpus)
-    config = fitted(config, corpus)
-    if weights is not None:
-        require_fitting(WeightFiles(weights), config, corpus)
-    Batches(corpus.train, config, lambda: None)
-    held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    return config, corpus
-
-
 def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -> bool:
     """Check that the weights fit the model, and that the corpus was made with the tokenizer of the weights.
 
@@ -245,18 +225,28 @@ def create(
 def workload_of(config: RunConfig, task: str | None, weights: Path | None = None) -> Workload:
     """Return the task FILE.py:NAME, or that of the model that the settings name, with the settings of its run.
 
+    The default corpus is prepared if needed, and `weights` are compared with a model of ours.
+
     Raises:
         ConfigError: The model is not known, or the task is wrong. The code names the part.
         DataError: The corpus is missing or too small, or the weights do not fit the model.
     """
-    from archipelago.islands.tasks.ours import our_work
+    from archipelago.islands.data.batches import Batches, held_out
+    from archipelago.islands.data.corpus import open_corpus
+    from archipelago.islands.tasks.ours import fitted, our_work
     from archipelago.islands.tasks.task import load_task
     from archipelago.islands.tasks.workload import Workload, task_config
 
-    if task is None:
-        return our_work(*require_usable(config, weights))
-    file = load_task(task)
-    return Workload.of(file, task_config(config, file))
+    if task is not None:
+        file = load_task(task)
+        return Workload.of(file, task_config(config, file))
+    corpus = open_corpus(config.data.corpus)
+    config = fitted(config, corpus)
+    if weights is not None:
+        require_fitting(WeightFiles(weights), config, corpus)
+    Batches(corpus.train, config, lambda: None)
+    held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
+    return our_work(config, corpus)
 
 
 def trainable(config: RunConfig, task: str | None, weights: Path | None = None) -> Workload:

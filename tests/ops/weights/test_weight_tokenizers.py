@@ -17,7 +17,7 @@ from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, encoding_of, train
 from archipelago.ops.commands import run
-from archipelago.ops.launch.init import create, require_usable
+from archipelago.ops.launch.init import create, workload_of
 from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
@@ -54,10 +54,10 @@ def test_weights_need_text_of_their_tokenizer(exports: Path) -> None:
     for weights, fitting in (("of-tokens", "tokens"), ("of-bytes", "small")):
         for corpus in ("tokens", "others", "small"):
             if corpus == fitting:
-                require_usable(config_of(corpus), exports / weights)
+                workload_of(config_of(corpus), None, exports / weights)
                 continue
             with failing(DataError, "weights.tokenizer"):
-                require_usable(config_of(corpus), exports / weights)
+                workload_of(config_of(corpus), None, exports / weights)
             with failing(DataError, "weights.tokenizer"):
                 create(MemoryBroker().connect("run"), config_of(corpus), exports / weights, may_replace=True)
 
@@ -67,9 +67,9 @@ def test_weights_of_another_program_are_compared_by_the_tokenizer_beside_them(ex
     save_file(load_file(exports / "of-tokens" / "model.safetensors"), theirs / "model.safetensors")  # no metadata
     content = json.loads((theirs / FILE).read_text(encoding="utf-8"))
     (theirs / FILE).write_text(json.dumps(content), encoding="utf-8")  # The same tokenizer, written in another way.
-    require_usable(config_of("tokens"), theirs)
+    workload_of(config_of("tokens"), None, theirs)
     with failing(DataError, "weights.tokenizer"):
-        require_usable(config_of("others"), theirs)
+        workload_of(config_of("others"), None, theirs)
     (theirs / FILE).unlink()
     assert not require_tokenizer(WeightFiles(theirs), open_corpus("others"))  # Nothing says what they need.
 
@@ -81,7 +81,7 @@ def test_text_can_be_prepared_for_weights(exports: Path, tmp_path: Path) -> None
     splits = (made.train, made.valid, made.test)
     text = b"".join(made.open_tokenizer().bytes_of(split.tolist()) for split in splits)
     assert text == (exports / "other").read_bytes()
-    require_usable(config_of("for-them"), exports / "of-tokens")
+    workload_of(config_of("for-them"), None, exports / "of-tokens")
     plain = prepare_text(exports / "other", "plain", encoding_of(str(exports / "of-bytes" / FILE)))
     assert (plain.tokenizer, plain.vocabulary) == ("", 256)
 
@@ -123,10 +123,10 @@ def test_weights_with_room_for_more_tokens_need_a_larger_vocabulary(exports: Pat
     (tmp_path / "padded").mkdir()
     save_file(tensors, tmp_path / "padded" / "model.safetensors")
     with failing(DataError, "weights.unfit") as caught:
-        require_usable(config_of("tokens"), tmp_path / "padded")
+        workload_of(config_of("tokens"), None, tmp_path / "padded")
     assert f"--model.vocabulary {VOCABULARY + 16}" in caught.value.remedy
     wide = replace(config_of("tokens"), model=ModelConfig(vocabulary=VOCABULARY + 16))
-    require_usable(wide, tmp_path / "padded")
+    workload_of(wide, None, tmp_path / "padded")
 
 
 def test_generate_refuses_another_tokenizer_than_the_weights_have(exports: Path, tmp_path: Path) -> None:
