@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from archipelago.broker.messages import Counters, Pending, TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.schedule import Fault
+from archipelago.ops.simulation.failures import covered
 
 #: The `start` event of an island that took over a standby's process is followed by this event.
 STANDBY_USED = "was a standby"
@@ -191,12 +192,8 @@ def seconds_in(spans: Sequence[Span], state: str, begin: float, end: float) -> f
 
 def uptime(storm: StormRecord, states: Timelines) -> float:
     """Return the share of the window in which at least one island was training."""
-    spans = sorted((s.begin, s.end) for island in storm.islands for s in states[island] if s.state == SERVING)
-    covered, reached = 0.0, storm.begin
-    for begin, end in spans:
-        covered += max(0.0, min(end, storm.end) - max(begin, reached))
-        reached = max(reached, end)
-    return covered / storm.seconds if storm.seconds else math.nan
+    spans = [(s.begin, s.end) for island in storm.islands for s in states[island] if s.state == SERVING]
+    return covered(spans, storm.begin, storm.end) / storm.seconds if storm.seconds else math.nan
 
 
 # -- invariants -------------------------------------------------------------------------------------------------------
@@ -209,7 +206,6 @@ class Check:
     Attributes:
         key: A stable name, for programs.
         name: What must hold, for people.
-        holds: Whether it holds.
         found: The observed values, for people.
     """
 

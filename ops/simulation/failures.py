@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 YEAR_SECONDS = 365.25 * 86400.0
 _GRID = 4096
@@ -52,15 +51,6 @@ class FailureModel:
     """exponent α of that distribution; α = 1 makes it a Weibull distribution, and k = 1 as well an exponential one"""
     elastic: bool = True
     """whether an island continues with the remaining slices"""
-
-    @property
-    def slice_failures_a_second(self) -> float:
-        """Failures per second of one slice while it steps."""
-        return self.chips / self.slices / (self.years_between * YEAR_SECONDS)
-
-    def slices_of(self, island: int) -> int:
-        """Return the number of slices of an island, counted from 0."""
-        return len(range(island, self.slices, self.islands))
 
 
 class Stretch(NamedTuple):
@@ -99,7 +89,8 @@ class SliceFailures:
     """The failures of one island, a Poisson process in the time that its slices step; they return after delays."""
 
     def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
-        self._mean_seconds = 1.0 / model.slice_failures_a_second
+        failures_a_second = model.chips / model.slices / (model.years_between * YEAR_SECONDS)  # of one slice that steps
+        self._mean_seconds = 1.0 / failures_a_second
         self._delays = Delays(model.return_seconds, model.return_shape, model.return_power)
         self._rng = rng
 
@@ -169,17 +160,20 @@ class Outcome:
     @property
     def uptime(self) -> float:
         """The share of the time in which at least one island makes steps."""
-        spans: NDArray[np.float64] = np.array([(s.begin, s.end) for island in self.islands for s in island])
-        if not spans.size:
-            return 0.0
-        begins, ends = spans[np.argsort(spans[:, 0], kind="stable")].T
-        reached = np.concatenate([[0.0], np.maximum.accumulate(ends)])
-        idle = np.maximum(0.0, np.append(begins, self.seconds) - reached).sum()
-        return float(1.0 - idle / self.seconds)
+        return covered(((s.begin, s.end) for island in self.islands for s in island), 0.0, self.seconds) / self.seconds
+
+
+def covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """Return the seconds of a window that at least one of these spans covers."""
+    seconds, reached = 0.0, begin
+    for first, last in sorted(spans):
+        seconds += max(0.0, min(last, end) - max(first, reached))
+        reached = max(reached, last)
+    return seconds
 
 
 def simulate(model: FailureModel, seconds: float, rng: np.random.Generator) -> Outcome:
     """Simulate all islands for virtual `seconds`, with all random draws from `rng`."""
-    sizes = tuple(model.slices_of(island) for island in range(model.islands))
+    sizes = tuple(len(range(island, model.slices, model.islands)) for island in range(model.islands))
     islands = tuple(list(stretches(model, size, SliceFailures(model, rng), seconds, rng)) for size in sizes)
     return Outcome(seconds, islands, sizes)

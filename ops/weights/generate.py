@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,17 +74,13 @@ def main(options: GenerateOptions) -> int:
     with progress("reading the parameters"):
         text_model = open_text_model(options.source, options.run)
     prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
-    pieces = []
-    for piece in generate(text_model, prompt, options.tokens, options.temperature, seed):
-        pieces.append(piece)
-        if not options.json:
-            show(piece)
-    if not options.json:
-        show("\n")
+    pieces = generate(text_model, prompt, options.tokens, options.temperature, seed)
     if options.json:
         print_json({"prompt": prompt, "text": "".join(pieces), "tokens": options.tokens, "seed": seed,
                     "origin": text_model.origin})  # fmt: skip
     else:
+        for piece in chain(pieces, "\n"):
+            show(piece)
         say(f"{options.tokens:,} tokens, seed {seed}, by {text_model.origin}")
     return 0
 
@@ -94,7 +90,8 @@ def generate(text_model: TextModel, prompt: str, tokens: int, temperature: float
     from archipelago.islands.models.sampling import continuation
 
     start = text_model.tokenizer.encode(prompt) or text_model.tokenizer.encode("\n")
-    endless = continuation(text_model.model.decoder, text_model.params, start, text_model.context, temperature, seed)
+    context = max(2, min(text_model.context, CONTEXT_MAX))
+    endless = continuation(text_model.model.decoder, text_model.params, start, context, temperature, seed)
 
     # A model's vocabulary may be larger than the tokenizer's.
     vocabulary = text_model.tokenizer.vocabulary
@@ -122,7 +119,9 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
             code="export.foreign",
         )
     if source is not None and not names_redis(source) and read_config(Path(source)):
-        return _of_export(Path(source))
+        files = WeightFiles(Path(source))
+        model, context = _described(files)
+        return TextModel(model, files.load(model.tensors), tokenizer_beside(files), context, source)
     found = find(source, run)
     found.manifest.require_own_code("`archipelago generate`")
 
@@ -132,24 +131,17 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
 
     model, params = build(found.manifest.config.model), jax.device_put(found.params)
     origin = f"run {found.manifest.run!r} at round {found.round:,}"
-    context = _context(found.manifest.config.data.sequence_length)
+    context = found.manifest.config.data.sequence_length
     return TextModel(model, params, tokenizer_of(found.manifest), context, origin)
 
 
-def _of_export(folder: Path) -> TextModel:
-    files = WeightFiles(folder)
-    model, context = _described(folder, files)
-    params = files.load(model.tensors)
-    return TextModel(model, params, tokenizer_beside(files), _context(context), str(folder))
-
-
-def _described(folder: Path, files: WeightFiles) -> tuple[Model, int]:
+def _described(files: WeightFiles) -> tuple[Model, int]:
     """Return the model that `config.json` describes, and the tokens that it sees at once."""
     from archipelago.islands.models.llama import size_of
     from archipelago.islands.models.registry import build, default_compute_dtype
     from archipelago.islands.models.transformer import transformer
 
-    config = files.config
+    config, path = files.config, files.folder / CONFIG_FILE
     own = config.get(OWN_KIND)
     try:
         if config.get("model_type") == "llama":
@@ -165,14 +157,10 @@ def _described(folder: Path, files: WeightFiles) -> tuple[Model, int]:
             return model, int(own["sequence_length"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.", code="weights.damaged"
+            f"{path} is damaged ({error!r:.100})", "Export the run again.", code="weights.damaged"
         ) from None
     raise ConfigError(
-        f"{folder / CONFIG_FILE} describes a {config.get('model_type')!r:.40}, which is not one of our models",
+        f"{path} describes a {config.get('model_type')!r:.40}, which is not one of our models",
         "Name a folder that `archipelago export` wrote.",
         code="export.foreign",
     )
-
-
-def _context(trained_on: int) -> int:
-    return max(2, min(trained_on, CONTEXT_MAX))

@@ -51,7 +51,6 @@ class WeightFiles:
     """The tensors of a file, or of all `*.safetensors` of a folder, by our names. Opening reads only the headers.
 
     Attributes:
-        folder: The folder of the files.
         tokenizer: The `meaning` of the tokenizer that the weights were trained with; empty if they do not say it.
 
     Raises:
@@ -100,19 +99,21 @@ class WeightFiles:
         Raises:
             DataError: Tensors are missing, unknown, or of another shape or dtype (`weights.unfit`).
         """
+        from archipelago.islands.models.llama import OUTPUT
+
         wanted = {tensor.name: tensor.shape for tensor in tensors}
-        extra = [held.name for name, held in self.held.items() if name not in wanted and not self._is_spare(name)]
-        shaped = [
-            f"{self.held[name].name} is {_shape(self.held[name].our_shape)} instead of {_shape(shape)}"
-            for name, shape in wanted.items()
-            if name in self.held and self.held[name].our_shape != shape
-        ]
-        typed = [f"{self.held[name].name} is {self.held[name].dtype}" for name in wanted if self._is_not_float(name)]
+        spare = {OUTPUT} if "embedding" in self.held else set[str]()
+        unknown = [name for name in self.held.keys() - wanted.keys() - spare if not name.endswith(_NOT_WEIGHTS)]
+        both = [(self.held[name], shape) for name, shape in wanted.items() if name in self.held]
         faults = {
             "missing": [name for name in wanted if name not in self.held],
-            "not in the model": extra,
-            "of another shape": shaped,
-            "not floating-point": typed,
+            "not in the model": sorted(self.held[name].name for name in unknown),
+            "of another shape": [
+                f"{held.name} is {_shape(held.our_shape)} instead of {_shape(shape)}"
+                for held, shape in both
+                if held.our_shape != shape
+            ],
+            "not floating-point": [f"{held.name} is {held.dtype}" for held, _ in both if held.dtype not in _FLOATS],
         }
         found = [f"{len(names):,} {fault} ({_some(names)})" for fault, names in faults.items() if names]
         if found:
@@ -129,14 +130,6 @@ class WeightFiles:
             if rows > ours[0] and width == ours[1]:
                 return f"Set --model.vocabulary {rows}: the weights have room for more tokens than the tokenizer has."
         return "Choose the --model.size, and the --data.corpus with the vocabulary, that they were trained with."
-
-    def _is_spare(self, name: str) -> bool:
-        from archipelago.islands.models.llama import OUTPUT
-
-        return name.endswith(_NOT_WEIGHTS) or (name == OUTPUT and "embedding" in self.held)
-
-    def _is_not_float(self, name: str) -> bool:
-        return name in self.held and self.held[name].dtype not in _FLOATS
 
     def load(self, tensors: Sequence[Tensor]) -> Params:
         """Read these tensors as float32, in our layout.
@@ -248,16 +241,17 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
     Raises:
         DataError: It is another tokenizer (`weights.tokenizer`), or its file cannot be used.
     """
-    from archipelago.islands.data.tokenizer import byte_tokenizer
+    from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, from_file
 
-    path, ours, plain = _file_of(files), corpus.open_tokenizer().meaning, byte_tokenizer().meaning
-    theirs = files.tokenizer or (_read(path).meaning if path else "")
+    beside = path if (path := files.folder / FILE).is_file() else None
+    ours, plain = corpus.open_tokenizer().meaning, byte_tokenizer().meaning
+    theirs = files.tokenizer or (from_file(beside).meaning if beside else "")
     if theirs in ("", ours):
         return bool(theirs)
     own, other = (
         "the bytes of text" if each == plain else f"tokens of the tokenizer {each}" for each in (ours, theirs)
     )
-    how = "without --tokenizer" if theirs == plain else f"with --tokenizer {path or 'THEIR_TOKENIZER_JSON'}"
+    how = "without --tokenizer" if theirs == plain else f"with --tokenizer {beside or 'THEIR_TOKENIZER_JSON'}"
     raise DataError(
         f"the weights in {files.path} were trained on {other}, and the corpus {corpus.name!r} holds {own}",
         f"Prepare the text for these weights (`archipelago prepare TEXT`, {how}), and name that corpus with "
@@ -273,9 +267,9 @@ def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
         DataError: It is not the one that the weights were trained with (`weights.tokenizer`), or its file is missing or
             cannot be used.
     """
-    from archipelago.islands.data.tokenizer import FILE
+    from archipelago.islands.data.tokenizer import FILE, from_file
 
-    found = _read(_file_of(files) or files.folder / FILE)
+    found = from_file(files.folder / FILE)
     if files.tokenizer and found.meaning != files.tokenizer:
         raise DataError(
             f"{files.folder / FILE} is not the tokenizer that the weights were trained with ({found.meaning}, not "
@@ -284,16 +278,3 @@ def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
             code="weights.tokenizer",
         )
     return found
-
-
-def _file_of(files: WeightFiles) -> Path | None:
-    from archipelago.islands.data.tokenizer import FILE
-
-    path = files.folder / FILE
-    return path if path.is_file() else None
-
-
-def _read(path: Path) -> TextTokenizer:
-    from archipelago.islands.data.tokenizer import from_file
-
-    return from_file(path)
