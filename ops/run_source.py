@@ -34,7 +34,6 @@ class FoundRun(NamedTuple):
     """A run that was found.
 
     Attributes:
-        transport: A connection to it.
         folder: Its folder on this machine, if it was found there.
         origin: Where it was found, in words.
         address: How commands name its Redis: a join file, or a URL without a password; empty for $ARCHIPELAGO_URL.

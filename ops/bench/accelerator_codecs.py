@@ -33,11 +33,9 @@ class OnDevice(NamedTuple):
     """What a framework does on its default device.
 
     Attributes:
-        name: The framework.
         put: Brings a vector of the host to the device.
         quantise: From the name of a codec and a vector to the codec's parts.
         restore: From the name of a codec, its parts and the number of elements to a vector.
-        copy: Copies a vector.
         wait: Waits for a result of these.
         fetch: Brings an array to the host.
     """

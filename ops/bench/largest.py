@@ -206,7 +206,6 @@ class PeakMemory:
     """The memory of several processes.
 
     Attributes:
-        processes: The process IDs by name.
         peaks: The most memory that each of them had when it was looked at last.
         together: The most that all of them had at one time.
     """

@@ -244,7 +244,6 @@ class DataParallelWorker:
     Args:
         work: What the group trains. The group's batch is `workers` batches of it.
         number: Which of these batches is this worker's. The first worker saves checkpoints.
-        workers: The number of workers.
         folder: Where the group keeps its checkpoints.
         checkpoint_seconds: The time from one checkpoint to the next.
 

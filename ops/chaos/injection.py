@@ -70,7 +70,6 @@ class FaultInjector:
 
     Attributes:
         events: Everything that happened to the processes, in order.
-        targets: The targets by name.
     """
 
     def __init__(self) -> None:

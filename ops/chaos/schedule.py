@@ -57,7 +57,6 @@ class Fault:
 
     Attributes:
         at: When it begins, in seconds after the start of the storm.
-        kind: One of KINDS.
         target: `redis`, `merger` (`merger-0`, … of several) or the name of an island.
         seconds: How long it lasts.
         value: The rate, delay or size that some kinds need.

@@ -79,7 +79,6 @@ class TorchIsland(Participant):
 
     Attributes:
         scan_steps: Inner steps between two boundaries.
-        training: Makes its training steps.
     """
 
     scan_steps = 1

@@ -48,12 +48,9 @@ class Trial:
     """One run of a study.
 
     Attributes:
-        kind: One of KINDS.
         islands: The number of islands M, or of workers.
         slow: How many times longer the steps of the last `slowed` islands take.
-        slowed: How many islands are slow.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
-        hostile: How many of the islands are hostile.
         attack: What they do, one of ATTACKS.
         apart: Each island reads a part of the text of its own.
         frameworks: Those in which the islands train, in turn, such as `jax pytorch`; empty for our worker.

@@ -58,7 +58,6 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
     """Return the preferred server program on this machine, or the one of that kind.
 
     Args:
-        kind: The kind; None for any.
         with_tls: Whether it must be able to encrypt connections, which that of the wheel is not.
 
     Raises:
@@ -217,8 +216,6 @@ class RedisServer(contextlib.ExitStack):
     Its data is written then, and its folder is unlocked.
 
     Attributes:
-        program: The program that serves.
-        folder: The folder with its data.
         host: The name or address under which other machines reach it; None if they cannot.
         address: How to reach it on this machine.
         port: Its port on loopback.

@@ -65,7 +65,6 @@ class LocalRun:
     """The merger, the islands and the standbys of a run on this machine.
 
     Attributes:
-        transport: A connection to all shards of the run.
         watcher: A reader of the run on a connection of its own.
         redis: The Redis, if it is our own.
         joins: The join file of each process, by name. Processes without one use the URL.

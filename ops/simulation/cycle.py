@@ -150,7 +150,6 @@ class SpectraWay(NamedTuple):
     """What changes the spectra of a merger.
 
     Attributes:
-        name: Its name in words.
         rate: Its operations a second.
         copy_seconds: The time in which an element is copied there and back.
     """

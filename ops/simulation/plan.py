@@ -106,7 +106,6 @@ class RunPlan:
 
     Attributes:
         fleets: All numbers of islands that were simulated.
-        fleet: The chosen one.
         fits: Whether the links carry the load.
         seconds: Time of training, with failures.
         spectra: What changing spectra takes, by kind of merger, if each shard has one on a machine of its own.

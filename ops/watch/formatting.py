@@ -16,7 +16,6 @@ def new_table(*heads: str, numbers: Container[str] = (), **options: Any) -> Tabl
 
     Args:
         numbers: The heads of the columns of numbers.
-        options: More arguments of rich's `Table`.
     """
     from rich.table import Table
 

@@ -112,7 +112,6 @@ def summarise(
 
     Args:
         tape: The recent rounds, oldest first.
-        state: The merger's state.
         unreachable: The shards that the readings leave out, each with the reason. Means are over the other fragments.
         control: The requests of operators.
     """

@@ -168,7 +168,6 @@ def live_screen(reading: RunReading | None, outage: Outage | None, now: float, h
     Args:
         outage: Why there is no new reading, or None.
         now: Unix seconds.
-        height: The lines of the terminal.
     """
     title = Text.assemble(("archipelago status", "bold"), (f"  {clock(now)}  Ctrl-C to quit", "dim"))
     parts: list[RenderableType] = [title, state_text(state_line(reading, outage), with_remedy=True)]
