@@ -223,15 +223,15 @@ def combined_state(states: Mapping[int, str]) -> str:
     Args:
         states: The state of each shard's merger by the number of the shard, as JSON; empty before its first round.
     """
-    found = {shard: _parsed(state) for shard, state in states.items()}
+    found = {shard: parsed_state(state) for shard, state in states.items()}
     if not any(found.values()):
         return ""
     return json.dumps(
         found[0]
         | {
             "accounts": {island: [tokens] for island, tokens in merged_tokens(*found.values()).items()},
-            "refused": _summed(state.get("refused") for state in found.values()),
-            "covered": min(_count(state.get("covered")) for state in found.values()),
+            "refused": summed(state.get("refused") for state in found.values()),
+            "covered": min(count_in(state.get("covered")) for state in found.values()),
         }
     )
 
@@ -273,10 +273,11 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
 def merged_tokens(*states: Mapping[str, Any]) -> dict[str, int]:
     """Return the merged tokens of each island, summed over fragments, from the accounts in the states of all shards."""
     every = (accounts for state in states if isinstance(accounts := state.get("accounts"), dict))
-    return _summed({name: each[0] for name, each in of.items() if isinstance(each, list) and each} for of in every)
+    return summed({name: each[0] for name, each in of.items() if isinstance(each, list) and each} for of in every)
 
 
-def _parsed(state: str) -> dict[str, Any]:
+def parsed_state(state: str) -> dict[str, Any]:
+    """Return what a merger's state says; nothing if it cannot be read."""
     try:
         found = json.loads(state or "{}")
     except (ValueError, RecursionError):
@@ -284,14 +285,15 @@ def _parsed(state: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _count(value: Any) -> int:
+def count_in(value: Any) -> int:
     return value if isinstance(value, int) and 0 <= value <= COUNT_MAX else 0
 
 
-def _summed(counts: Iterable[Any]) -> dict[str, int]:
+def summed(counts: Iterable[Any]) -> dict[str, int]:
+    """Return the sums of counts by name, without what cannot be a count."""
     total: Counter[str] = Counter()
     for each in counts:
-        total.update({str(name): _count(value) for name, value in each.items()} if isinstance(each, dict) else {})
+        total.update({str(name): count_in(value) for name, value in each.items()} if isinstance(each, dict) else {})
     return dict(total)
 
 

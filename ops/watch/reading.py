@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 import threading
@@ -21,7 +20,7 @@ from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import UNSAVED, Counters, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Presence
-from archipelago.broker.shards.reader import merged_tokens
+from archipelago.broker.shards.reader import count_in, merged_tokens, parsed_state, summed
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
 from archipelago.ops.watch.advice import Problem, problems, state_of
@@ -118,7 +117,7 @@ def summarise(
     away, layout, unit = unreachable or {}, manifest.shard_layout, loss_unit(manifest.corpus)
     fragments = layout.count - sum(len(layout.fragments[shard]) for shard in away)
     last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
-    figures = _figures(state)
+    figures = parsed_state(state)
     merged = merged_tokens(figures)
     took_part = Counter(name for entry in tape for name in {member.island for member in entry.members})
     member_of = {member.island: member for entry in tape for member in entry.members}  # the newest of each
@@ -160,26 +159,12 @@ def summarise(
         islands=islands,
         interval=manifest.config.sync.interval,
         control=Control.of(control or {}),
-        refused_by_code=_counts(figures, "refused"),
-        covered=covered if isinstance(covered := figures.get("covered"), int) else 0,
+        refused_by_code=summed([figures.get("refused")]),
+        covered=count_in(figures.get("covered")),
         tape=tape,
         evaluations=evaluations,
         **_token_accounts(presences, settled, counters, pending, fragments),
     )
-
-
-def _figures(state: str) -> Mapping[str, Any]:
-    """Return what the merger's state says; nothing if it cannot be read."""
-    try:
-        found = json.loads(state or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _counts(figures: Mapping[str, Any], name: str) -> dict[str, int]:
-    found = figures.get(name)
-    return {key: count for key, count in found.items() if isinstance(count, int)} if isinstance(found, dict) else {}
 
 
 def _balanced(counters: Counters, pending: Pending) -> bool:
