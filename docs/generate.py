@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import math
 import re
 import subprocess
@@ -119,7 +118,7 @@ def verbs_page() -> str:
     """Return the page of all verbs with their options and examples."""
     page = VERBS_PAGE
     for words, verb in every_verb(VERBS):
-        options = getattr(importlib.import_module(verb.module), verb.options)
+        options = verb.options
         hints, told, parsed = get_type_hints(options, include_extras=True), descriptions(options), options.__doc__
         page += f"\n## {words}\n\n{docstring_parser.parse(parsed).short_description}\n"
         page += "".join(f"\n{part}\n" for part in [docstring_parser.parse(parsed).long_description] if part)

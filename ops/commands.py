@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import importlib
 import importlib.metadata
 import io
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,17 +28,15 @@ _NO_DEFAULT = re.compile(r"\(default:[ │|\n]+None\)")
 
 
 class Verb(NamedTuple):
-    """The location of a verb's code, and its summary.
+    """A verb, with its summary, which the list of verbs shows without loading its code."""
 
-    Attributes:
-        module: The module, which has `main(options) -> int`.
-        options: The name of its dataclass of options, whose docstring is the verb's help.
-        summary: One line for the list of verbs, written here so that the list needs no imports.
-    """
-
-    module: str
-    options: str
+    place: str
     summary: str
+
+    @property
+    def options(self) -> Any:
+        """The dataclass of its options. Its docstring is the verb's help, and its module has `main(options) -> int`."""
+        return pkgutil.resolve_name(f"archipelago.{self.place}")
 
 
 class VerbGroup(NamedTuple):
@@ -53,55 +51,51 @@ Verbs = Mapping[str, Verb | VerbGroup]
 SUMMARY = "Train one model over islands that share nothing but a Redis."
 
 _BENCH: Mapping[str, Verb] = {
-    "parity": Verb("archipelago.ops.experiments.parity", "ParityOptions", "Loss of islands and of data-parallel."),
-    "study": Verb("archipelago.ops.experiments.study", "StudyOptions", "A grid of trials, and its results."),
-    "wire": Verb("archipelago.ops.bench.wire", "WireOptions", "Payloads through Redis, against bare sockets."),
-    "merge": Verb("archipelago.ops.bench.merge", "MergeOptions", "Codecs and merging, and many islands."),
-    "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),
-    "accelerator": Verb(
-        "archipelago.ops.bench.accelerator", "AcceleratorOptions", "What an island costs on this device."
-    ),
-    "largest": Verb("archipelago.ops.bench.largest", "LargestOptions", "The largest model that this machine can sync."),
+    "parity": Verb("ops.experiments.parity:ParityOptions", "Loss of islands and of data-parallel."),
+    "study": Verb("ops.experiments.study:StudyOptions", "A grid of trials, and its results."),
+    "wire": Verb("ops.bench.wire:WireOptions", "Payloads through Redis, against bare sockets."),
+    "merge": Verb("ops.bench.merge:MergeOptions", "Codecs and merging, and many islands."),
+    "sync": Verb("ops.bench.sync:SyncOptions", "One outer synchronisation, against torchft's."),
+    "accelerator": Verb("ops.bench.accelerator:AcceleratorOptions", "What an island costs on this device."),
+    "largest": Verb("ops.bench.largest:LargestOptions", "The largest model that this machine can sync."),
 }
 _SIMULATE: Mapping[str, Verb] = {
-    "plan": Verb("archipelago.ops.simulation.plan", "PlanOptions", "Choose M, H, P and codec for a run, on one page."),
-    "tables": Verb("archipelago.ops.simulation.tables", "TablesOptions", "The paper's tables beside this model's."),
+    "plan": Verb("ops.simulation.plan:PlanOptions", "Choose M, H, P and codec for a run, on one page."),
+    "tables": Verb("ops.simulation.tables:TablesOptions", "The paper's tables beside this model's."),
 }
 #: The verbs under their headings in `--help`.
 GROUPS: Mapping[str, Verbs] = {
     "Train": {
-        "up": Verb("archipelago.ops.launch.up", "UpOptions", "Train on this machine: Redis, merger, islands, report."),
-        "init": Verb("archipelago.ops.launch.init", "InitOptions", "Create a run in a Redis."),
-        "island": Verb("archipelago.islands.main", "IslandOptions", "Join a run and train."),
-        "merger": Verb("archipelago.merger.main", "MergerOptions", "Serve a run: merge what its islands send."),
-        "prepare": Verb("archipelago.ops.launch.prepare", "PrepareOptions", "Make a corpus ready for islands to read."),
+        "up": Verb("ops.launch.up:UpOptions", "Train on this machine: Redis, merger, islands, report."),
+        "init": Verb("ops.launch.init:InitOptions", "Create a run in a Redis."),
+        "island": Verb("islands.main:IslandOptions", "Join a run and train."),
+        "merger": Verb("merger.main:MergerOptions", "Serve a run: merge what its islands send."),
+        "prepare": Verb("ops.launch.prepare:PrepareOptions", "Make a corpus ready for islands to read."),
     },
     "Watch": {
-        "status": Verb("archipelago.ops.watch.status", "StatusOptions", "Show a run, once or live with --watch."),
-        "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run live in the browser."),
-        "runs": Verb("archipelago.ops.watch.run_list", "RunsOptions", "List the runs of a Redis and of a folder."),
-        "report": Verb("archipelago.ops.watch.report", "ReportOptions", "Write a run's figures into one HTML file."),
+        "status": Verb("ops.watch.status:StatusOptions", "Show a run, once or live with --watch."),
+        "dash": Verb("ops.dashboard.main:DashOptions", "Show a run live in the browser."),
+        "runs": Verb("ops.watch.run_list:RunsOptions", "List the runs of a Redis and of a folder."),
+        "report": Verb("ops.watch.report:ReportOptions", "Write a run's figures into one HTML file."),
     },
     "Operate": {
-        "steer": Verb("archipelago.ops.watch.steer", "SteerOptions", "Change the settings of a running run."),
-        "invite": Verb("archipelago.ops.launch.invite", "InviteOptions", "Give a member of a run its own credentials."),
-        "revoke": Verb("archipelago.ops.launch.invite", "RevokeOptions", "End a membership of a run."),
-        "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions", "Check this machine and the Redis."),
-        "rm": Verb("archipelago.ops.launch.rm", "RmOptions", "Delete a run."),
-        "completion": Verb("archipelago.ops.completion", "CompletionOptions", "Print completions for bash or zsh."),
+        "steer": Verb("ops.watch.steer:SteerOptions", "Change the settings of a running run."),
+        "invite": Verb("ops.launch.invite:InviteOptions", "Give a member of a run its own credentials."),
+        "revoke": Verb("ops.launch.invite:RevokeOptions", "End a membership of a run."),
+        "doctor": Verb("ops.watch.doctor.main:DoctorOptions", "Check this machine and the Redis."),
+        "rm": Verb("ops.launch.rm:RmOptions", "Delete a run."),
+        "completion": Verb("ops.completion:CompletionOptions", "Print completions for bash or zsh."),
     },
     "Model": {
-        "export": Verb("archipelago.ops.weights.export", "ExportOptions", "Write the merged model as safetensors."),
+        "export": Verb("ops.weights.export:ExportOptions", "Write the merged model as safetensors."),
         "serve-weights": Verb(
-            "archipelago.ops.weights.serving", "ServeWeightsOptions", "Keep a folder with the newest weights of a run."
+            "ops.weights.serving:ServeWeightsOptions", "Keep a folder with the newest weights of a run."
         ),
-        "generate": Verb(
-            "archipelago.ops.weights.generate", "GenerateOptions", "Continue a prompt with a run's model."
-        ),
+        "generate": Verb("ops.weights.generate:GenerateOptions", "Continue a prompt with a run's model."),
     },
     "Research": {
-        "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions", "Merge a recorded run again."),
-        "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions", "Train through injected faults and report."),
+        "replay": Verb("ops.experiments.replay:ReplayOptions", "Merge a recorded run again."),
+        "chaos": Verb("ops.chaos.main:ChaosOptions", "Train through injected faults and report."),
         "bench": VerbGroup(_BENCH, "Measure loss, speed, memory and traffic; run studies."),
         "simulate": VerbGroup(_SIMULATE, "Plan a run; the paper's tables of failures and links."),
     },
@@ -182,10 +176,9 @@ def run(args: Sequence[str], begin: Callable[[], None] = lambda: None) -> int:
     while args and args[0] in verbs:
         verb, program, args = verbs[args[0]], f"{program} {args[0]}", args[1:]
         if isinstance(verb, Verb):
-            module = importlib.import_module(verb.module)
-            options = parse(getattr(module, verb.options), program, args)
+            options = parse(verb.options, program, args)
             begin()
-            return int(module.main(options))
+            return int(sys.modules[verb.options.__module__].main(options))
         verbs, summary = verb
     return _overview(program, summary, verbs, args)
 

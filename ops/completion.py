@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import operator
 import sys
@@ -49,5 +48,5 @@ def _types(verbs: commands.Verbs) -> Iterator[Any]:
         if isinstance(verb, commands.VerbGroup):
             made = dataclasses.make_dataclass(name, [("verb", Annotated[_any_of(verb.verbs), tyro.conf.arg(name="")])])
         else:
-            made = getattr(importlib.import_module(verb.module), verb.options)
+            made = verb.options
         yield Annotated[made, tyro.conf.subcommand(name, prefix_name=False)]

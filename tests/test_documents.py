@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -94,7 +93,7 @@ def require_parsable(args: list[str], where: str) -> None:
     verb, program, rest = VERBS[args[0]], f"archipelago {args[0]}", args[1:]
     while isinstance(verb, VerbGroup):
         verb, program, rest = verb.verbs[rest[0]], f"{program} {rest[0]}", rest[1:]
-    options = getattr(importlib.import_module(verb.module), verb.options)
+    options = verb.options
     try:
         parse(options, program, rest)
     except SystemExit as left:

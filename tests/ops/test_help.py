@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import itertools
 import re
@@ -41,7 +40,7 @@ def test_the_parser_of_each_verb_reads_its_examples() -> None:
     parsed = list[str]()
     for words, verb in ALL.items():
         options, found = (
-            getattr(importlib.import_module(verb.module), verb.options),
+            verb.options,
             examples_of(f"archipelago {words}"),
         )
         assert found, words
@@ -74,13 +73,13 @@ def descriptions(options: type[Any]) -> Iterator[tuple[str, str]]:
 
 def test_options_are_described_in_whole_sentences() -> None:
     for words, verb in ALL.items():
-        for name, text in descriptions(getattr(importlib.import_module(verb.module), verb.options)):
+        for name, text in descriptions(verb.options):
             assert re.match(r"[A-Z0-9`$]", text) and text.rstrip().endswith("."), f"{words} --{name}: {text}"
 
 
 def flags_of(words: str) -> set[str]:
     """Return the flags of a verb."""
-    options = getattr(importlib.import_module(ALL[words].module), ALL[words].options)
+    options = ALL[words].options
     names = [field.name.strip("_") for field in dataclasses.fields(options)]
     names += list(flat(RunConfig())) if "settings" in names else []
     return {f"--{sign}{name.replace('_', '-')}" for name in names for sign in ("", "no-")} | {"--help"}
