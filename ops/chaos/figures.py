@@ -44,7 +44,7 @@ Figures = dict[str, Any]
 def figures(storm: StormRecord, control: Figures | None = None, baseline: Figures | None = None) -> Figures:
     """Return all figures of a storm, beside those of the same run without faults and of the baseline."""
     states, step = timelines(storm), storm.shortest_step_seconds
-    trained = round(sum(storm.steps_between(i, -math.inf, math.inf) for i in storm.islands) * storm.tokens_per_step)
+    trained = round(storm.steps_between(-math.inf, math.inf) * storm.tokens_per_step)
     settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.pending.tokens)
     merged, refused, pending = (tokens // storm.layout.count for tokens in settled)
     own_step = {island: storm.step_seconds[island] or step for island in storm.islands}
@@ -64,7 +64,7 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
         "goodput_of_live_time": useful / live if live else math.nan,
         "uptime": uptime(storm, states),
         "steps_useful": useful,
-        "steps_lost": sum(storm.steps_between(i, storm.begin, storm.end) for i in storm.islands) - useful,
+        "steps_lost": storm.steps_between(storm.begin, storm.end) - useful,
         "pause_seconds_worst": max(after - before for before, after in pauses(turned, storm.begin, storm.end)),
         "shares": spent,
         "rounds": storm.rounds_in_window,
@@ -110,7 +110,7 @@ def shares(storm: StormRecord, states: Timelines) -> dict[str, float]:
     def share(state: str) -> float:
         return sum(seconds_in(states[i], state, storm.begin, storm.end) for i in storm.islands) / allocated
 
-    trained = sum(storm.steps_between(i, storm.begin, storm.end) for i in storm.islands) * step / allocated
+    trained = storm.steps_between(storm.begin, storm.end) * step / allocated
     useful = merged_steps(storm) * step / allocated
     return {
         "useful": useful,
@@ -128,11 +128,7 @@ def merged_steps(storm: StormRecord) -> float:
     Steps outside of the window are subtracted as if all of them had been merged, so the result is never too large.
     """
     merged = sum(member.steps for entry in storm.tape for member in entry.members) / storm.layout.count
-    outside = sum(
-        storm.steps_between(i, -math.inf, storm.begin) + storm.steps_between(i, storm.end, math.inf)
-        for i in storm.islands
-    )
-    return merged - outside
+    return merged - storm.steps_between(-math.inf, storm.begin) - storm.steps_between(storm.end, math.inf)
 
 
 def pauses(times: Iterable[float], begin: float, end: float) -> list[tuple[float, float]]:

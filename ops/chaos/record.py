@@ -108,12 +108,14 @@ class StormRecord:
         """Rounds that closed within the window."""
         return sum(self.begin <= at < self.end for at in self.closed_at.values())
 
-    def steps_between(self, island: str, begin: float, end: float) -> int:
-        """Count the inner steps that the island ended in that time."""
-        out, last = 0, Counter[str]()
-        for turn in self.turns.get(island, ()):
-            out += turn.steps - last[turn.who] if begin <= turn.at < end else 0
-            last[turn.who] = turn.steps
+    def steps_between(self, begin: float, end: float) -> int:
+        """Count the inner steps that all islands ended in that time."""
+        out = 0
+        for island in self.islands:
+            last = Counter[str]()
+            for turn in self.turns.get(island, ()):
+                out += turn.steps - last[turn.who] if begin <= turn.at < end else 0
+                last[turn.who] = turn.steps
         return out
 
 
