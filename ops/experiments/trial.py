@@ -134,14 +134,12 @@ class Trial:
 OWN: Mapping[str, Any] = {
     each.name: each.default for each in dataclasses.fields(Trial) if each.name not in ("seed", "settings")
 }
-#: Values that records leave out where they have the default.
-_OPTIONAL: Mapping[str, Any] = {name: OWN[name] for name in OWN if name not in ("kind", "islands", "slow")}
 
 
 def key_of(record: Mapping[str, Any]) -> str:
     """Return the key of the trial that a record belongs to."""
-    own = {k: record[k] for k in ("kind", "islands", "slow", "seed", "settings")}
-    return json.dumps(own | {k: record.get(k, v) for k, v in _OPTIONAL.items()}, sort_keys=True)
+    own = {name: record.get(name, usual) for name, usual in OWN.items()}  # older records lack newer values
+    return json.dumps(own | {name: record[name] for name in ("seed", "settings")}, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -188,11 +186,7 @@ def measure(
     last, first = points[-1].bits_per_byte, points[0].bits_per_byte
     diverged = not (math.isfinite(last) and last < first)
     return {
-        "kind": trial.kind,
-        "islands": trial.islands,
-        "slow": trial.slow,
-        "seed": trial.seed,
-        **{name: getattr(trial, name) for name, usual in _OPTIONAL.items() if getattr(trial, name) != usual},
+        **dataclasses.asdict(trial),
         "settings": dict(trial.settings),
         "bits_per_byte": None if diverged else last,
         **({} if diverged or math.isnan(points[-1].test_bits_per_byte) else {"test": points[-1].test_bits_per_byte}),
