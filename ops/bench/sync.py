@@ -242,16 +242,13 @@ class TwoIslands:
         _ask(self.islands, "advance")
         ends = _ask(self.islands, "sync")
         seconds = max(end.at for end in ends) - min(end.began for end in ends)
-        return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6)
+        newest = self.transport.reader.tape(FRAGMENTS)
+        return Synced(seconds, all(len(entry.members) == len(ISLANDS) for entry in newest), ends[-1].bytes / 1e6)
 
     def spent(self) -> tuple[dict[str, Spent], dict[str, Spent]]:
         """Return what the pieces of the merger and of the first island have taken since they started."""
         merger, island = _ask((self.merger, self.islands[0]), "pieces")
         return merger, island
-
-    def _both_in_all(self) -> bool:
-        """Return whether both islands are in the newest round of every fragment."""
-        return all(len(entry.members) == len(ISLANDS) for entry in self.transport.reader.tape(FRAGMENTS))
 
 
 # -- the processes ----------------------------------------------------------------------------------------------------

@@ -146,10 +146,6 @@ def _collude(delta_N: Vector, lengths: list[int], random: np.random.Generator) -
     return _noise(delta_N, lengths, np.random.default_rng(1))
 
 
-def _same(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> Vector:
-    return delta_N
-
-
 #: What an island sends by the name of the attack, apart from LITTLE. `labels` trains on wrong labels instead
 #: (`wrong_labels`). `stale` claims a base that is two versions older.
 FORGERIES: dict[str, Forgery] = {
@@ -157,7 +153,7 @@ FORGERIES: dict[str, Forgery] = {
     "noise": _noise,
     "scale": lambda delta_N, lengths, random: 3 * delta_N,
     "collude": _collude,
-    "labels": _same,
+    "labels": lambda delta_N, lengths, random: delta_N,
     "stale": lambda delta_N, lengths, random: -delta_N,
 }
 

@@ -250,8 +250,9 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
     say(f"  data    {text_of(manifest)}")
     say(f"  redis   {server.describe() if server else redacted(url)}")
     task, file = " --task FILE.py:NAME" if manifest.task else "", shlex.quote(str(folder / ADMIN_FILE))
+    runs = "" if folder.parent == Path("runs") else f" --folder {shlex.quote(str(folder.parent))}"
     if server and server.host:
-        say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{_in(folder)}   (makes a join file)")
+        say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{runs}   (makes a join file)")
         say(f"  join    archipelago island {manifest.run}.NAME.join{task}   (on another machine, with that file)")
     elif server:
         say(f"  join    archipelago island {file}{task}   (on this machine)")
@@ -263,11 +264,6 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
 def _keep_settings(folder: Path, config: RunConfig, steps: int) -> None:
     """Write the run's settings with its length into its folder, for `runs`, the page and the comparison."""
     write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
-
-
-def _in(folder: Path) -> str:
-    """Return the flag with which a verb finds the folder of the run, if it needs one."""
-    return "" if folder.parent == Path("runs") else f" --folder {shlex.quote(str(folder.parent))}"
 
 
 def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpOptions) -> None:

@@ -329,7 +329,8 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         f"         in all {size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
         f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
         _link_line(options, found),
-        _memory_line(found),
+        f"memory   a merger {size(found.cycle.merger_bytes)}; a Redis {size(found.cycle.redis_first_bytes)} after the "
+        f"first cycle, {size(found.cycle.redis_bytes)} at most between two compactions",
         *(_spectra_line(found, each) for each in found.spectra),
         *([] if found.spectra else ["merger   changes no spectra by these rules"]),
         "",
@@ -356,12 +357,6 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
     if shards == 1:
         return f"S = 1     shard: machines of {machines} are enough"
     return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"
-
-
-def _memory_line(found: RunPlan) -> str:
-    need = found.cycle
-    return (f"memory   a merger {size(need.merger_bytes)}; a Redis {size(need.redis_first_bytes)} after the first "
-            f"cycle, {size(need.redis_bytes)} at most between two compactions")  # fmt: skip
 
 
 def _spectra_line(found: RunPlan, by: SpectraLoad) -> str:
