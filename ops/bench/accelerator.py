@@ -124,14 +124,14 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             rows += torch_rows(own, backend, turns)
     elements = ELEMENTS_QUICK if options.quick else ELEMENTS
     largest = min(elements, ELEMENTS_CPU) if backend == "cpu" else elements
-    for part, measure, size, what in (
+    for part, measure, count, what in (
         ("quantiser", quantise_and_copy, elements, f"quantising {elements:,} elements to {CODEC}, against a copy"),
         ("bits", compare_bits, elements // 8, "every codec on this device and by numpy"),
         ("spectra", change_spectra, largest, "spectra of matrices on this device and by numpy"),
     ):
         if part in parts:
             say(what)
-            with child(measure, size) as measuring:
+            with child(measure, count) as measuring:
                 while found := measuring.receive():
                     rows.append(found)
     return {"models": models, "elements": elements, "rows": rows}

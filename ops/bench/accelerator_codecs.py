@@ -89,8 +89,10 @@ def quantise_and_copy(pipe: Connection, elements: int) -> None:
 
 
 def _sides(device: OnDevice, vector_N: Any) -> list[Callable[[], float]]:
-    quantise, copy = lambda: device.quantise(CODEC, vector_N), lambda: device.copy(vector_N)
-    return [partial(seconds_of, lambda work=work: device.wait(work())) for work in (quantise, copy)]
+    def timed(work: Callable[[], Any]) -> Callable[[], float]:
+        return lambda: seconds_of(lambda: device.wait(work()))
+
+    return [timed(lambda: device.quantise(CODEC, vector_N)), timed(lambda: device.copy(vector_N))]
 
 
 def compare_bits(pipe: Connection, elements: int) -> None:
