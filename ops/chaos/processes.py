@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,12 +146,9 @@ class RunProcesses(FaultInjector):
             return self.plan.run
         first = self.islands[0]
         self.start(first)
-        transport = connect(self.url, self.plan.run)
-        try:
+        with closing(connect(self.url, self.plan.run)) as transport:
             await_ready(self, {first.name: transport.reader.runs})
             return transport.reader.runs()[0]
-        finally:
-            transport.close()
 
     def _manifest(self) -> Manifest:
         """Create the run, or take the one that a user's script has created. Make it long enough for the storm."""

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -50,13 +50,10 @@ class AdministratorOptions:
     def administrator(self) -> Iterator[Administrator]:
         address = self.url or os.environ.get(URL_VARIABLE) or self._kept()
         invited = invitation_at(address)
-        transport = connect_to(address, self.run)
-        try:
+        with closing(connect_to(address, self.run)) as transport:
             transport.reader.manifest()  # only a run that exists can have members
             url = invited.url if invited else address
             yield Administrator(transport, url, self.folder / transport.run)
-        finally:
-            transport.close()
 
     def _kept(self) -> str:
         run = self.run or os.environ.get(RUN_VARIABLE, "*")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -51,11 +51,8 @@ def main(options: RmOptions) -> int:
             f"Give it as the second argument. A run of `up` that has ended is deleted with its folder: rm -r {folder}",
             code="config.which-run",
         )
-    transport = connect_to(options.url, name)
-    try:
+    with closing(connect_to(options.url, name)) as transport:
         return _remove(options, transport)
-    finally:
-        transport.close()
 
 
 def _remove(options: RmOptions, transport: RedisTransport) -> int:
