@@ -53,7 +53,6 @@ def parse_entry(entry: str) -> tuple[str, str]:
 
 
 def sender_of(entry: str) -> str:
-    """Return the island whose stream holds the entry."""
     return entry.partition("/")[0]
 
 

@@ -135,5 +135,4 @@ class Computation:
         return not_finite(self.inner.params)
 
     def use(self, values: Iterable[Any]) -> None:
-        """Go on with the state of a peer's inner optimiser."""
         self.inner = self.inner._replace(optimizer=self.state.taken(values))

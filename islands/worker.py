@@ -87,7 +87,6 @@ class Island(Participant):
 
     @property
     def inner(self) -> InnerState:
-        """Parameters and the inner optimiser's state."""
         return self.computation.inner
 
     @inner.setter

@@ -147,7 +147,6 @@ class RunState:
 
     @property
     def scores(self) -> dict[str, Score]:
-        """The score of each island that has an account."""
         return {island: account.score for island, account in self.accounts.items()}
 
     def after_round(
@@ -217,7 +216,6 @@ class RunState:
         )
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
-        """Return whether this contribution was merged or refused."""
         island, incarnation, sequence = identity
         return sequence in self.seen.get(f"{island}/{incarnation}", ())
 
@@ -278,7 +276,6 @@ def _digest_of(values: dict[str, Any]) -> str:
 
 
 def digested(values: dict[str, Any]) -> str:
-    """Return a state as JSON, with a digest of itself."""
     return _text(values | {"digest": _digest_of(values)})
 
 

@@ -83,7 +83,6 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """The number of shards."""
         return len(self.fragments)
 
     @cached_property
@@ -95,7 +94,6 @@ class Layout:
         return {p: shard for shard, mine in enumerate(self.fragments) for p in mine}
 
     def shard_of(self, number: int) -> int:
-        """Return the shard that closes a round."""
         return self._shards[(number - 1) % self.count]
 
     @cached_property
