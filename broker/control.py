@@ -236,14 +236,10 @@ def _differing(config: RunConfig, values: Mapping[str, float]) -> dict[str, floa
 def fields_in(state: str) -> dict[str, str]:
     """Return the requests that a merger has followed, from its state as JSON. They are restored with a checkpoint."""
     try:
-        return read_fields(json.loads(state or "{}").get("control", {}))
+        found = json.loads(state or "{}").get("control", {})
+        return dict(Control.of({str(name): str(value) for name, value in found.items()}).fields)
     except (ValueError, AttributeError, TypeError, RecursionError):
         return {}
-
-
-def read_fields(values: Mapping[str, object]) -> dict[str, str]:
-    """Return the valid fields of a map, as text."""
-    return dict(Control.of({str(name): str(value) for name, value in values.items()}).fields)
 
 
 def read_settings(values: Mapping[str, object]) -> dict[str, float]:

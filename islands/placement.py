@@ -20,7 +20,7 @@ from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.mesh import AXES, MeshShape, by_default, require_divided, require_present
 from archipelago.islands.models.interface import Params
-from archipelago.islands.sync.arrays import put
+from archipelago.islands.sync.arrays import put, spec
 
 #: From a pattern of the tensor's name to the axes that split each of its dimensions. The first row that is found
 #: counts. The optimiser's state and gradients are split as their parameters are. Where only the first dimension is
@@ -73,7 +73,7 @@ def specs(tensors: Sequence[Tensor], shape: MeshShape) -> dict[str, PartitionSpe
                 f"Choose a size of {axis} that divides the model's dimensions, such as 2.",
                 code="mesh.size",
             )
-    return {name: _spec(*(dimension or None for dimension in each)) for name, each in axes.items()}
+    return {name: spec(*(dimension or None for dimension in each)) for name, each in axes.items()}
 
 
 class Placement:
@@ -85,8 +85,8 @@ class Placement:
         self.shape = shape
         self.mesh = jax.make_mesh(sizes, AXES, (AxisType.Auto,) * len(AXES), devices=devices[: shape.devices])
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._places = {name: NamedSharding(self.mesh, spec) for name, spec in specs(tensors, shape).items()}
-        self._everywhere = NamedSharding(self.mesh, _spec())
+        self._places = {name: NamedSharding(self.mesh, each) for name, each in specs(tensors, shape).items()}
+        self._everywhere = NamedSharding(self.mesh, spec())
 
     @property
     def device(self) -> str:
@@ -143,7 +143,7 @@ class Placement:
 
     def _batch_place(self, shape: Sequence[int]) -> NamedSharding:
         is_split = len(shape) > 1 and shape[1] % self.shape.batch_parts == 0
-        return NamedSharding(self.mesh, _spec(None, ("data", "fsdp"))) if is_split else self._everywhere
+        return NamedSharding(self.mesh, spec(None, ("data", "fsdp"))) if is_split else self._everywhere
 
     def steps(self, steps: InnerSteps) -> InnerSteps:
         """Return inner steps whose results are in their places, so that no program is compiled again."""
@@ -157,10 +157,6 @@ class Placement:
             return found
 
         return placed
-
-
-def _spec(*parts: Any) -> PartitionSpec:
-    return PartitionSpec(*parts)  # type: ignore[no-untyped-call]
 
 
 def placement_of(

@@ -80,9 +80,6 @@ class Recorder:
         """Return the last recorded round, 0 if there is none."""
         return max((last for _, _, last in _segments(self.folder)), default=0)
 
-    def names(self) -> list[str]:
-        return [path.name for path, _, _ in _segments(self.folder)]
-
     def go_back(self, last_round: int) -> None:
         """Delete the segments with later rounds, which the run has lost."""
         for path, _, last in _segments(self.folder):

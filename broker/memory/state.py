@@ -98,7 +98,7 @@ class MemoryRun:
             sender, id_ = parse_entry(entry)
         except WireError:
             return None
-        number = entry_number(id_)
+        number = int(id_.split("-")[0])
         return number if number in self.updates and self.updates[number].sender == sender else None
 
     @staticmethod
@@ -167,10 +167,6 @@ class MemoryState:
                 raise UnknownRunError(f"there is no run {name!r} here", "Make it with `archipelago init`.") from None
             yield run
             self.changed.notify_all()
-
-
-def entry_number(id_: str) -> int:
-    return int(id_.split("-")[0])
 
 
 def key_of(run: str, shard: int | None) -> str:

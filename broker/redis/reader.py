@@ -251,10 +251,7 @@ class RedisReader:
         return sum(count_in(answer) for _, (answer,) in found if isinstance(answer, bytes))
 
     def tape(self, count: int) -> list[TapeEntry]:
-        return self._newest(self._keys.tape, TapeEntry, count, self._verify_tape)
-
-    def _verify_tape(self, raw: Raw) -> None:
-        self._signing.verify("tape", MERGER, raw)
+        return self._newest(self._keys.tape, TapeEntry, count, lambda raw: self._signing.verify("tape", MERGER, raw))
 
     def control(self) -> dict[str, str]:
         found: Raw = {}

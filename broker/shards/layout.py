@@ -76,11 +76,6 @@ class Layout:
 
     fragments: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def whole(cls, fragments: int) -> Layout:
-        """Return the layout of a run with one shard."""
-        return cls((tuple(range(fragments)),))
-
     @property
     def shards(self) -> int:
         return len(self.fragments)

@@ -133,7 +133,10 @@ class ShardedReader:
         }
 
     def counters(self) -> Counters:
-        return summed_counters([*self._each(lambda reader: reader.counters()).values()])
+        found = [asdict(each) for each in self._each(lambda reader: reader.counters()).values()]
+        total = {name: min(COUNT_MAX, sum(each[name] for each in found)) for name in found[0]}
+        # Each shard counts what islands say they have downloaded, which is the same in all of them.
+        return Counters(**total | {"bytes_down": found[0]["bytes_down"]})
 
     def backlog(self) -> int:
         return sum(self._each(lambda reader: reader.backlog()).values())
@@ -206,14 +209,6 @@ class ShardedReader:
         serving = {status.holder for status, _ in found if status is not None}
         waiting = {standby.name: standby for _, standbys in found for standby in standbys}
         return [waiting[name] for name in sorted(waiting) if name not in serving]
-
-
-def summed_counters(counters: Sequence[Counters]) -> Counters:
-    """Return the counters of the run from those of its shards."""
-    found = [asdict(each) for each in counters]
-    total = {name: min(COUNT_MAX, sum(each[name] for each in found)) for name in found[0]}
-    # Each shard counts what islands say they have downloaded, which is the same in all of them.
-    return Counters(**total | {"bytes_down": found[0]["bytes_down"]})
 
 
 def combined_state(states: Mapping[int, str]) -> str:

@@ -306,11 +306,6 @@ class Uplink:
             self.thin = False
         return not self.thin
 
-    @property
-    def busy_share(self) -> float:
-        """The share of the time in which the link carries payloads, one way or the other."""
-        return max(self._up.share, self._down.share)
-
     def in_words(self, stretch: float) -> str:
         """Describe the measures against a thin link; empty on a good one.
 
@@ -318,7 +313,7 @@ class Uplink:
             stretch: The interval over the run's.
         """
         measures = ["fewer bits"] if self.thin else []
-        if stretch > 1.5 and self.busy_share > BUSY_SHARE:
+        if stretch > 1.5 and max(self._up.share, self._down.share) > BUSY_SHARE:
             measures.append(f"interval {stretch:.1f}x")
         rates = [
             f"{8e-6 / each:.1f} Mbit/s {way}"

@@ -49,6 +49,6 @@ def test_rounds_of_a_shard_follow_each_other_in_the_order_of_its_fragments(layou
 
 
 def test_a_run_with_one_shard_counts_as_without() -> None:
-    layout = Layout.whole(3)
+    layout = Layout(((0, 1, 2),))
     assert layout.rounds[0].following(4, 2) == [5, 6]
     assert (layout.shard_of(6), layout.rounds[0].until(6)) == (0, 6)

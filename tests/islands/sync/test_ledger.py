@@ -13,7 +13,7 @@ TOKENS = 10
 
 
 def ledger(fragments: int = 2, interval: int = 8, window: int = 2) -> Ledger:
-    return Ledger("a", "x", Layout.whole(fragments), interval, window)
+    return Ledger("a", "x", Layout((tuple(range(fragments)),)), interval, window)
 
 
 def snapshot(of: Ledger, number: int, step: int = 0) -> Snapshot:

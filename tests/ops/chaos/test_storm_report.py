@@ -59,7 +59,7 @@ def storm() -> StormRecord:
              (98.2, "b", "start"), (104.0, "b", "kill"), (105.0, "b", "start")]  # fmt: skip
     return StormRecord(
         begin=100.0, end=110.0, islands=("a", "b"), step_seconds={"a": STEP, "b": STEP}, tokens_per_step=TOKENS,
-        layout=Layout.whole(FRAGMENTS), faults=(Fault(4.0, "kill", "b", 1.0),),
+        layout=Layout((tuple(range(FRAGMENTS)),)), faults=(Fault(4.0, "kill", "b", 1.0),),
         events=tuple(ProcessEvent(*mark) for mark in marks), turns={"a": a, "b": b},
         closed_at={1: 99.5, 2: 102.0, 3: 107.0, 4: 109.0},
         tape=tuple(merged), counters=Counters(8, tokens, 8, tokens, bytes_up=5, bytes_down=6), pending=Pending(0, 0),
