@@ -22,14 +22,7 @@ from archipelago.broker.transport import MergerTransport, ReaderTransport
 from archipelago.broker.wire import digest_of, full_snapshot, newest
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import full_state, snapshot_of
-from archipelago.merger.replay import (
-    WHOLE_TAPE,
-    DifferenceError,
-    fragment_of,
-    merge_again,
-    of_image,
-    replay_round,
-)
+from archipelago.merger.replay import WHOLE_TAPE, DifferenceError, fragment_of, merge_again, of_image, replay_round
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.state import FragmentState, RunState
 

@@ -18,15 +18,7 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.stored_run import count_in, state_fields, state_in
-from archipelago.broker.signing import (
-    MERGER,
-    SIGNATURE,
-    WITH_PAYLOAD,
-    Kind,
-    Signing,
-    covered,
-    public_key,
-)
+from archipelago.broker.signing import MERGER, SIGNATURE, WITH_PAYLOAD, Kind, Signing, covered, public_key
 from archipelago.broker.wire import payload_bytes_max
 
 #: Keys that one command deletes, and keys that one step of a scan looks at.

@@ -34,11 +34,7 @@ from archipelago.islands.data.corpus import (
     is_prepared,
     open_corpus,
 )
-from archipelago.islands.data.documents import (
-    Reading,
-    choose,
-    visible_files,
-)
+from archipelago.islands.data.documents import Reading, choose, visible_files
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces, train
 

@@ -15,13 +15,7 @@ from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.llama import Names, misnamed, place_of
 from archipelago.islands.pytorch.host import FrozenTensors
 from archipelago.islands.pytorch.pieces import TensorPieces, mesh_of, own_piece, put_back
-from archipelago.islands.user_loop.tensors import (
-    KindOf,
-    Trained,
-    frozen_changed,
-    nothing_trained,
-    trained_by,
-)
+from archipelago.islands.user_loop.tensors import KindOf, Trained, frozen_changed, nothing_trained, trained_by
 
 MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

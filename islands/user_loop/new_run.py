@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.config import (
-    OWN_MODEL,
-    InnerConfig,
-    ModelConfig,
-    RunConfig,
-    checked,
-    differences,
-)
+from archipelago.broker.config import OWN_MODEL, InnerConfig, ModelConfig, RunConfig, checked, differences
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import memory_text, redis_parts
 from archipelago.broker.frozen import FrozenValues
