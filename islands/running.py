@@ -159,7 +159,8 @@ class WorkerRun(Membership):
 
     def _warm_up(self) -> None:
         self._evaluator = self._evaluates()
-        self.worker.warm_up()
+        if self._prepared is not self._standby:  # a standby has compiled everything
+            self.worker.warm_up()
         self._times.append(time.process_time())
 
     def _join(self) -> None:

@@ -124,6 +124,12 @@ class EventFile:
         self._opened = 0
         self._writer: Any = None
 
+    @staticmethod
+    def load() -> None:
+        """Import the library. Meanwhile, the other threads of the process hardly go on."""
+        from tensorboardX import record_writer  # type: ignore[import-untyped]  # noqa: F401
+        from tensorboardX.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]  # noqa: F401
+
     def _begin(self) -> None:
         from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboardX.record_writer import RecordWriter  # type: ignore[import-untyped]

@@ -244,7 +244,9 @@ class RedisIsland:
     def open_requests(self, me: str = "") -> list[str]:
         key = self._keys.requests
         with self._connection.translated():
-            is_flooded = self._redis.hlen(key) > REQUESTS_READ
+            if not (asked := self._redis.hlen(key)):
+                return []
+            is_flooded = asked > REQUESTS_READ
             found = {} if is_flooded else text_fields(self._redis.hgetall(key))
         waiting = {who for who, giver in found.items() if giver in ("", me)}
         if not waiting and not is_flooded:

@@ -128,7 +128,7 @@ class FaultInjector:
             if target.started and not target.dead and not target.process.alive():
                 target.dead = True
                 self.note(target.name, "died")
-                self._start_later(target, UNPLANNED_SECONDS)
+                self._start_at(target, time.monotonic() + UNPLANNED_SECONDS)
 
     @property
     def is_busy(self) -> bool:
@@ -150,9 +150,9 @@ class FaultInjector:
             if isinstance(target.process, Child):
                 target.process.stop(5.0)
 
-    def _call_later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call `action` after `seconds`, or earlier when the faults end."""
-        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._count), action))
+    def _call_at(self, at: float, action: Callable[[], None]) -> None:
+        """Call `action` at a time, or earlier when the faults end."""
+        heapq.heappush(self._due, (at, next(self._count), action))
 
     def _inject(self, target: FaultTarget, fault: Fault) -> None:
         """Begin a fault now, and undo it after its time. A dead process is spared."""
@@ -161,6 +161,7 @@ class FaultInjector:
             self.note(target.name, "spared", f"{fault.kind}: it is {'dead' if target.dead else 'stopped'}")
             return
         self.note(target.name, fault.kind, f"{fault.value:g}" if fault.value else "")
+        end_at = time.monotonic() + fault.seconds  # a large process takes a while to die
         started, undo = target.started, _begin(target, fault)
 
         def end() -> None:
@@ -169,19 +170,19 @@ class FaultInjector:
                 self.note(target.name, "continue" if fault.kind == "stop" else f"{fault.kind} over")
 
         if fault.kind == "kill":
-            self._start_later(target, fault.seconds)
+            self._start_at(target, end_at)
         elif undo is not None:
-            self._call_later(fault.seconds, end)
+            self._call_at(end_at, end)
 
-    def _start_later(self, target: FaultTarget, seconds: float) -> None:
-        """Start a dead target again after `seconds`, unless another start comes before that."""
+    def _start_at(self, target: FaultTarget, at: float) -> None:
+        """Start a dead target again at a time, unless another start comes before that."""
         started = target.started
 
         def start_again() -> None:
             if target.dead and target.started == started:
                 self.start(target)
 
-        self._call_later(seconds, start_again)
+        self._call_at(at, start_again)
 
 
 def _begin(target: FaultTarget, fault: Fault) -> Callable[[], None] | None:

@@ -34,7 +34,7 @@ from archipelago.islands.sync.recovery import Giver, StateForPeer
 BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
 #: How often an island looks for newcomers. They wait for its answer.
-HELP_SECONDS = 0.5
+HELP_SECONDS = 0.2
 #: How many fragments that cannot be read a heartbeat names.
 UNREADABLE_TOLD = 64
 
