@@ -53,6 +53,7 @@ def parse_entry(entry: str) -> tuple[str, str]:
 
 
 def sender_of(entry: str) -> str:
+    """Return the island whose stream holds the entry."""
     return entry.partition("/")[0]
 
 

@@ -307,6 +307,7 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens that one inner step of one island trains on."""
         return self.data.batch_size * self.data.sequence_length
 
     def to_json(self) -> str:

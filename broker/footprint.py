@@ -53,6 +53,7 @@ class Footprint:
     redis: int
 
     def describe(self) -> str:
+        """Return the parts in words."""
         island, merger, redis = (memory_text(part) for part in (self.island, self.merger, self.redis))
         return f"an island {island}, the merger {merger}, Redis {redis}"
 

@@ -51,6 +51,7 @@ class FrozenValues:
         return state.hexdigest()
 
     def named(self) -> FrozenTensor:
+        """Return the tensor for a manifest."""
         return FrozenTensor(self.name, self.shape, self.dtype, self.digest())
 
 

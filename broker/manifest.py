@@ -144,6 +144,7 @@ class Manifest:
 
     @cached_property
     def own_rounds(self) -> OwnRounds:
+        """The rounds of this run or shard."""
         return OwnRounds(self.own_fragments, len(self.fragments))
 
     def window_after(self, closed: int) -> list[int]:

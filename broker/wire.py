@@ -154,6 +154,7 @@ class Body(NamedTuple):
 
 
 def encoded(values_N: Vector, codec_name: str) -> Body:
+    """Encode a vector (float32, N elements) with that codec."""
     return Body(codec_name, codec(codec_name).quantise(values_N, np))
 
 

@@ -135,4 +135,5 @@ class Computation:
         return not_finite(self.inner.params)
 
     def use(self, values: Iterable[Any]) -> None:
+        """Go on with the state of a peer's inner optimiser."""
         self.inner = self.inner._replace(optimizer=self.state.taken(values))

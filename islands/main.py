@@ -68,6 +68,7 @@ class Assignment:
     log: str = ""
 
     def line(self) -> bytes:
+        """Return the line that the standby reads."""
         fields = {"arguments": self.arguments, "environment": dict(self.environment), "log": self.log}
         return json.dumps(fields).encode() + b"\n"
 

@@ -87,6 +87,7 @@ class Island(Participant):
 
     @property
     def inner(self) -> InnerState:
+        """Parameters and the inner optimiser's state."""
         return self.computation.inner
 
     @inner.setter

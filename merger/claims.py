@@ -64,6 +64,7 @@ class Account(NamedTuple):
 
 
 def tokens_per_step_max(config: RunConfig) -> int:
+    """Return the most tokens that an inner step can have."""
     return OWN_TOKENS_PER_STEP_MAX if config.has_user_loops else config.tokens_per_step * BATCH_FACTOR_MAX
 
 

@@ -147,6 +147,7 @@ class RunState:
 
     @property
     def scores(self) -> dict[str, Score]:
+        """The score of each island that has an account."""
         return {island: account.score for island, account in self.accounts.items()}
 
     def after_round(
@@ -216,6 +217,7 @@ class RunState:
         )
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
+        """Return whether this contribution was merged or refused."""
         island, incarnation, sequence = identity
         return sequence in self.seen.get(f"{island}/{incarnation}", ())
 
@@ -276,6 +278,7 @@ def _digest_of(values: dict[str, Any]) -> str:
 
 
 def digested(values: dict[str, Any]) -> str:
+    """Return a state as JSON, with a digest of itself."""
     return _text(values | {"digest": _digest_of(values)})
 
 

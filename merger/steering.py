@@ -102,6 +102,7 @@ class OperatorControls:
         return found
 
     def _tell(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+        """Log a change of an island's weight, and note it."""
         log.log(level, "%s", text, extra={"code": f"scores.{kind}"})
         self.note(kind, text)
 

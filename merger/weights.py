@@ -67,6 +67,7 @@ class RunningMean(NamedTuple):
     value: float = 1.0
 
     def after(self, mean_staleness_factor: float) -> RunningMean:
+        """Return the mean with one more round in it."""
         # In this form, unlike decay·a + (1 − decay)·b, a constant sample is an exact fixed point.
         return RunningMean(self.value + (1.0 - RUNNING_DECAY) * (mean_staleness_factor - self.value))
 
@@ -224,6 +225,7 @@ class Group:
 
     @property
     def end(self) -> int:
+        """One past the last element."""
         return self.start + self.length
 
     @property

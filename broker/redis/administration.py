@@ -164,6 +164,7 @@ class MemberRecords:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def put(self, name: str, member: Member) -> None:
+        """Add a member, or replace its record."""
         with self._connection.translated():
             self._redis.hset(self._keys.members, name, member.to_json())
 

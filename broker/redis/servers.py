@@ -177,6 +177,7 @@ class Sentinels(Sentinel):
     """Sentinels as redis-py's pool asks them. Where none names a primary, its own class hides why."""
 
     def discover_master(self, service_name: str) -> Place:
+        """Return the primary of a service."""
         error: Exception = redis.ConnectionError(f"no Sentinel knows a primary named {service_name!r} that is up")
         for index, client in enumerate(self.sentinels):
             try:

@@ -123,6 +123,7 @@ class StoredRun:
             raise self.unknown()
 
     def unknown(self) -> UnknownRunError:
+        """Return the error for a run that does not exist."""
         here = ", ".join(self.names()) or "none"
         remedy = (
             "Make it with `archipelago init` or a training script (a trainer creates it if you give `steps`), or name "

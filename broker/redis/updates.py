@@ -316,6 +316,7 @@ class IslandNames:
 
     @property
     def known(self) -> list[str]:
+        """The names that were found, sorted."""
         return sorted(self._names)
 
     def _existing(self, names: Sequence[str]) -> list[str]:

@@ -78,6 +78,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
+        """The number of shards."""
         return len(self.fragments)
 
     @cached_property
@@ -89,6 +90,7 @@ class Layout:
         return {p: shard for shard, mine in enumerate(self.fragments) for p in mine}
 
     def shard_of(self, number: int) -> int:
+        """Return the shard that closes a round."""
         return self._shards[(number - 1) % self.count]
 
     @cached_property

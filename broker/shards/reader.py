@@ -76,6 +76,7 @@ class ShardedReader:
         return {shard: read(reader) for shard, reader in enumerate(self._readers)}
 
     def _of(self, fragment: int) -> ReaderClient:
+        """Return the reader of the shard that has the fragment."""
         return self._readers[self._layout.shard_of(fragment + 1)]
 
     # -- the run, from shard 0 ----------------------------------------------------------------------------------------

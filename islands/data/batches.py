@@ -63,6 +63,7 @@ class Shard:
 
     @property
     def is_empty(self) -> bool:
+        """Whether the whole pass has given nothing."""
         return self.ended and self.position + self._read == 0
 
 

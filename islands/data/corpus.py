@@ -104,6 +104,7 @@ class OpenCorpus(Card):
 
     @property
     def text_sizes(self) -> tuple[int, ...]:
+        """The bytes of text in each split."""
         return tuple(asdict(self.text_bytes or self.splits).values())
 
     @property

@@ -88,6 +88,7 @@ class LateCopy(HostCopy):
     """A copy of a tensor that does not change any more. The thread that reads the values makes it."""
 
     def __init__(self, tensor: Tensor, copies: CopyStream) -> None:
+        """Note the tensor, which the device may still compute."""
         self._tensor: Tensor | None = tensor.detach()
         self._copies, self._computed, self._copied = copies, copies.mark(), None
 

@@ -176,6 +176,7 @@ class OptimizerState:
             recovery.require_sound(entry.key, value, bounds, second)
 
     def use(self, values: Sequence[Any]) -> None:
+        """Replace the state of the optimisers by values of a peer."""
         for entry, value in zip(self.entries, values, strict=True):
             entry.put(value)
 

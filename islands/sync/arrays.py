@@ -85,6 +85,7 @@ class DeviceLayout:
         return None if self.mesh is None else NamedSharding(self.mesh, spec())
 
     def by_name(self, rows: Rows) -> dict[str, Sharding | None]:
+        """Return where each tensor is, by its name."""
         return {tensor.name: there for (tensor, _), there in zip(rows, self.tensors, strict=True)}
 
 

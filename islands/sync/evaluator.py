@@ -83,6 +83,7 @@ class Merged(NamedTuple):
 
 
 def newest_merged(transport: ReaderTransport, manifest: Manifest) -> Merged:
+    """Return the newest published parameters."""
     found = [newest(transport.reader, manifest, p) for p in range(len(manifest.fragments))]
     return _merged([part.params_N for part in found], [part.snapshot for part in found])
 

@@ -122,6 +122,7 @@ class Ledger:
             shard.owed = min(shard.owed, self.interval - 1) + steps * len(shard.own.fragments)
 
     def heard(self, event: Event) -> None:
+        """Process an announcement of the merger."""
         match event:
             case Call(round=number):
                 if number > (shard := self._of(number)).closed:
@@ -189,6 +190,7 @@ class Ledger:
         return [number for each in rounds for number in each if self.counts[self._fragment(number)].steps]
 
     def place(self, number: int) -> tuple[int, int]:
+        """Return the shard and the fragment of a round."""
         fragment = self._fragment(number)
         return self._shard_of[fragment], fragment
 
@@ -199,6 +201,7 @@ class Ledger:
 
     @property
     def unsent_tokens(self) -> int:
+        """Tokens of unsent progress, summed over the fragments."""
         return sum(count.tokens for count in self.counts)
 
     def _fragment(self, number: int) -> int:

@@ -58,6 +58,7 @@ class Cycles:
         self._whole: Sequence[Arrival] = ()
 
     def add(self, arrival: Arrival) -> None:
+        """Take a version of a fragment."""
         p, version = arrival.snapshot.fragment, arrival.snapshot.version
         with self._lock:
             self._newest[p] = arrival
@@ -123,6 +124,7 @@ class Receiver:
         return sorted(arrivals, key=lambda arrival: arrival.snapshot.fragment) if all(found) else []
 
     def stop(self) -> None:
+        """End the threads and the connection."""
         self.pumps.stop()
         self._primary.close()
 

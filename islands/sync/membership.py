@@ -205,6 +205,7 @@ class Membership(Joined):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leave the run."""
         self._leave(error)
 
     def leave(self) -> None:
@@ -242,6 +243,7 @@ class Membership(Joined):
         return Patience(timeout, lambda: False, pause=self._pause)(read)
 
     def _pause(self, seconds: float) -> None:
+        """Wait for the merger."""
         time.sleep(seconds)
 
     def _leave(self, error: BaseException | None, *, awaits_merge: bool = True) -> None:

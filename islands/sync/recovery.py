@@ -235,6 +235,7 @@ class Giver:
         return [self._asked_by.popleft() for _ in range(len(self._asked_by))]
 
     def hand_over(self, state: StateForPeer) -> None:
+        """Queue a state for a newcomer."""
         self._states.append(state)
 
     def offer(self) -> None:
@@ -291,6 +292,7 @@ class Newcomer:
 
     @property
     def who(self) -> str:
+        """The island and its incarnation."""
         return f"{self.island.name}/{self.island.incarnation}"
 
     def ask(self, *, wants_state: bool = True) -> None:

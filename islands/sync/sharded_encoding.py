@@ -36,6 +36,7 @@ def split_measure(rows: Rows, codec: str, devices: DeviceLayout) -> Callable[[Te
 
 
 def slice_plan(rows: Rows, devices: DeviceLayout, codec: str) -> SlicePlan:
+    """Return how a fragment is sliced for a codec."""
     placed = [_axes(there) for there in devices.tensors]
     return plan_slices(rows, placed, dict(devices.mesh.shape) if devices.mesh else {}, codec_of(codec).block)
 
@@ -193,10 +194,12 @@ class AssembledPart:
         self._encoded.copy_to_host_async()
 
     def block_until_ready(self) -> AssembledPart:
+        """Wait for the devices."""
         self._encoded.block_until_ready()
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Wait for the copies, and return the array."""
         by_device = np.asarray(self._encoded).reshape(self._plan.devices, -1)
         return np.concatenate([self._piece(by_device, segment) for segment in self._plan.segments])
 

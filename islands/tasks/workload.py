@@ -65,6 +65,7 @@ class Workload:
         return Manifest(run, config, tensors, fragments, named.data, installed_versions(), task=named.name)
 
     def begin(self, params: Params) -> InnerState:
+        """Return these parameters with fresh state of the inner optimiser."""
         return self.model.first_state(params) if self.model.has_own_optimizer else begin(self.config.inner, params)
 
     def supply(self, run: TaskRun) -> Supply:

@@ -95,6 +95,7 @@ class Team(ABC):
 
     @property
     def leads(self) -> bool:
+        """Whether this process is the leader."""
         return self.rank == 0
 
     def is_same(self, text: str) -> bool:

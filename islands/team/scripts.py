@@ -87,6 +87,7 @@ class Leading(Session):
     _said = Said()
 
     def __enter__(self) -> Self:
+        """Join the run together with the others."""
         self._team = self._new_team(_join_call(self._run, self._evaluate))
         try:
             super().__enter__()

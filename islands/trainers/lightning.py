@@ -110,6 +110,7 @@ class _RunBar(Callback):  # type: ignore[misc]
 
     @property
     def total_train_batches(self) -> int:
+        """The length of the run in steps."""
         return self.island.steps
 
     def _get_train_description(self, current_epoch: int) -> str:

@@ -44,6 +44,7 @@ class Published:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Published:
+        """Return the tensors of a run."""
         return cls(f"the run {manifest.run!r}", manifest.run, manifest.tensors, manifest.frozen)
 
     def filling(self, like: Any, names: Names | None = None) -> Fill:

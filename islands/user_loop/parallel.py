@@ -60,6 +60,7 @@ class SpreadLeaves:
         return self.give_nth(self._layout.names.index(name))
 
     def give_nth(self, number: int) -> NDArray[Any]:
+        """Return the leaf of that number."""
         self.team.tell(Work.GIVE_TENSOR, number)
         return whole(self._leaves[number])
 

@@ -299,6 +299,7 @@ class Inbox:
         self._wanted |= changed
 
     def _is_current(self, p: int, heads: Heads) -> bool:
+        """Return whether the newest version of a fragment has arrived already."""
         head = heads[p]
         return head is not None and self._known.get(p) == (head.version, head.digest)
 

@@ -167,6 +167,7 @@ class Link:
         return _in_order(held) if len(held) == len(self.manifest.fragments) else []
 
     def hand_over(self, state: StateForPeer) -> None:
+        """Queue inner optimiser state for a newcomer."""
         self.giver.hand_over(state)
         self._helping.wake.set()
 
