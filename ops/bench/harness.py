@@ -29,7 +29,7 @@ from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import keep_freed_memory
-from archipelago.broker.redis.transport import connect
+from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.wire import digest
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.supervisor import thread_environment
@@ -270,6 +270,21 @@ def own_redis(*, append_only: bool = True) -> Iterator[RedisServer]:
         yield server
 
 
+@contextlib.contextmanager
+def own_run(
+    manifest: Manifest, payloads: Sequence[bytes], *, append_only: bool = True
+) -> Iterator[tuple[RedisServer, RedisTransport]]:
+    """Create a run in a Redis of its own. Yield that and a connection.
+
+    `payloads` has version 0 of each fragment, as the run's config encodes full states.
+    """
+    codec = manifest.config.wire.full
+    first = [Snapshot(0, p, 0, 0, codec, len(each), digest(each), merged="") for p, each in enumerate(payloads)]
+    with own_redis(append_only=append_only) as server, contextlib.closing(connect(server.url, manifest.run)) as made:
+        made.create(manifest, list(zip(first, payloads, strict=True)))
+        yield server, made
+
+
 def serve_merger(
     pipe: Connection,
     url: str,
@@ -321,8 +336,3 @@ def manifest_of(run: str, config: RunConfig, tensors: Sequence[Tensor], fragment
     """Return the manifest of a run without a corpus."""
     corpus = Corpus("none", "0" * 32, CORPUS_BYTES)
     return Manifest(run, config, tuple(tensors), tuple(map(tuple, fragments)), corpus, {})
-
-
-def first_version(fragment: int, payload: bytes, codec: str = "float32") -> tuple[Snapshot, bytes]:
-    """Return version 0 of a fragment, with its payload."""
-    return Snapshot(0, fragment, 0, 0, codec, len(payload), digest(payload), merged=""), payload

@@ -8,7 +8,6 @@ that `ops.simulation.cycle` predicts stand beside what is measured.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -22,20 +21,18 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError, WireError, require_number
 from archipelago.broker.footprint import available_here
-from archipelago.broker.manifest import Tensor
+from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Resume, Snapshot
 from archipelago.broker.process import keep_compiled, return_freed_memory
-from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import after_difference, digest_of, pack
 from archipelago.ops.bench.harness import (
     Spent,
     child,
     cpu_seconds,
-    first_version,
     forget_peak,
     manifest_of,
-    own_redis,
+    own_run,
     peak_bytes,
     require_linux,
     resident_bytes,
@@ -129,7 +126,7 @@ def require_room(predicted: Predicted, available: int) -> None:
 
 
 class Fleet:
-    """The islands of a new run of `fragments` that have `size` elements each.
+    """The islands of a new run, whose fragments all begin with the same numbers.
 
     Attributes:
         bytes_up, bytes_down: What they have sent and fetched.
@@ -137,13 +134,9 @@ class Fleet:
             of a new version; and the processor time of this process, or of the merger.
     """
 
-    def __init__(self, transport: Transport, size: int, fragments: int, islands: int) -> None:
-        tensors = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)]
-        self._manifest = manifest_of(RUN, config_of(fragments, islands), tensors, [[t.name] for t in tensors])
-        wire, self._first_N = self._manifest.config.wire, _normal(0, size, 0.02)
-        payload = pack(self._first_N, wire.full, wire.full_zstd_level)
-        transport.create(self._manifest, [first_version(p, payload, wire.full) for p in range(fragments)])
-        self._transport = transport
+    def __init__(self, transport: Transport, manifest: Manifest, first_N: Vector, islands: int) -> None:
+        self._transport, self._manifest, self._first_N = transport, manifest, first_N
+        wire, size = manifest.config.wire, first_N.size
         self.played = PlayedIslands(transport, {
             f"island-{number}": pack(_normal(number + 1, size, 1e-3), wire.up, wire.zstd_level)
             for number in range(islands)
@@ -235,8 +228,11 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     require_room(found, available_here())
     return_freed_memory()  # as `archipelago island` does
     forget_peak()
-    with own_redis(append_only=False) as server, contextlib.closing(connect(server.url, RUN)) as transport:
-        fleet, half = Fleet(transport, size, fragments, islands), fragments // 2
+    tensors, first_N = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)], _normal(0, size, 0.02)
+    manifest = manifest_of(RUN, config_of(fragments, islands), tensors, [[tensor.name] for tensor in tensors])
+    payload = pack(first_N, manifest.config.wire.full, manifest.config.wire.full_zstd_level)
+    with own_run(manifest, [payload] * fragments, append_only=False) as (server, transport):
+        fleet, half = Fleet(transport, manifest, first_N, islands), fragments // 2
         first, *others = fleet.played.payloads
         memory = PeakMemory(islands=os.getpid(), Redis=server.pid)
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")

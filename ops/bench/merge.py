@@ -7,7 +7,6 @@ through a real merger and Redis.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,9 +19,8 @@ from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncC
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import keep_freed_memory
-from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import pack, unpack, unpack_encoded
-from archipelago.ops.bench.harness import child, cpu_seconds, first_version, manifest_of, own_redis, serve_merger
+from archipelago.ops.bench.harness import child, cpu_seconds, manifest_of, own_run, serve_merger
 from archipelago.ops.bench.output import Compared, OutputOptions, compared, finish, seconds_of, taking_turns
 from archipelago.ops.bench.played import PATIENCE_SECONDS, PlayedIslands, contribution_of
 from archipelago.ops.launch.supervisor import ONE_THREAD
@@ -207,24 +205,23 @@ def _merger_seconds(islands: int, elements: int, rounds: int) -> float:
         wire=WireConfig(up="int4", thin="", down="int4"),
     )
     manifest = manifest_of(RUN, config, [Tensor("all", (elements,))], [["all"]])
-    with own_redis() as server, contextlib.closing(connect(server.url, RUN)) as transport:
-        transport.create(manifest, [first_version(0, pack(np.zeros(elements, np.float32), "float32", 0))])
-        with child(serve_merger, server.url, RUN, (), 2) as merger:
-            merger.receive(PATIENCE_SECONDS)
-            payloads = {f"island-{number:03}": _payload(elements, number) for number in range(islands)}
-            played = PlayedIslands(transport, payloads)
+    zeros = pack(np.zeros(elements, np.float32), "float32", 0)
+    with own_run(manifest, [zeros]) as (server, transport), child(serve_merger, server.url, RUN, (), 2) as merger:
+        merger.receive(PATIENCE_SECONDS)
+        payloads = {f"island-{number:03}": _payload(elements, number) for number in range(islands)}
+        played = PlayedIslands(transport, payloads)
 
-            def play(first: int, last: int) -> None:
-                """Let all islands contribute to these rounds, and wait until each has closed."""
-                for goal in range(first, last + 1):
-                    played.publish(payloads, sequence=goal, round=goal, base=goal - 1, global_step=goal)
-                    while played.hear(Snapshot).round < goal:
-                        continue
+        def play(first: int, last: int) -> None:
+            """Let all islands contribute to these rounds, and wait until each has closed."""
+            for goal in range(first, last + 1):
+                played.publish(payloads, sequence=goal, round=goal, base=goal - 1, global_step=goal)
+                while played.hear(Snapshot).round < goal:
+                    continue
 
-            play(1, MANY_WARM_UPS)
-            before = cpu_seconds(merger.pid)
-            play(MANY_WARM_UPS + 1, MANY_WARM_UPS + rounds)
-            return (cpu_seconds(merger.pid) - before) / (rounds * islands)
+        play(1, MANY_WARM_UPS)
+        before = cpu_seconds(merger.pid)
+        play(MANY_WARM_UPS + 1, MANY_WARM_UPS + rounds)
+        return (cpu_seconds(merger.pid) - before) / (rounds * islands)
 
 
 def _payload(elements: int, number: int) -> bytes:

@@ -43,9 +43,8 @@ from archipelago.ops.bench.harness import (
     Pieces,
     Spent,
     child,
-    first_version,
     manifest_of,
-    own_redis,
+    own_run,
     serve_merger,
     wait_until,
 )
@@ -200,10 +199,9 @@ def _row(what: str, syncs: Sequence[Synced], note: str = "") -> dict[str, Any]:
 def two_islands(options: SyncOptions) -> Iterator[TwoIslands]:
     """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync."""
     with contextlib.ExitStack() as held:
-        server = held.enter_context(own_redis())
-        made = connect(server.url, RUN)
-        held.callback(made.close)
-        _create_run(made, options)
+        manifest, random = _manifest(options), np.random.default_rng(0)
+        first = [pack(random.standard_normal(elements, np.float32), "float32", 0) for elements in manifest.sizes]
+        server, made = held.enter_context(own_run(manifest, first))
         # While the merger works, the islands wait, so its spectra may use all cores.
         merger = held.enter_context(child(serve_merger, server.url, RUN, (), PROCESSES, usable_cores(), options.pieces))
         merger.receive(PATIENCE_SECONDS)
@@ -217,7 +215,7 @@ def two_islands(options: SyncOptions) -> Iterator[TwoIslands]:
         yield found
 
 
-def _create_run(transport: Transport, options: SyncOptions) -> None:
+def _manifest(options: SyncOptions) -> Manifest:
     settings = RunConfig(
         data=DataConfig(sequence_length=64, batch_size=4, shards=8),
         inner=InnerConfig(steps=1 << 30),
@@ -225,10 +223,7 @@ def _create_run(transport: Transport, options: SyncOptions) -> None:
         merge=MergeConfig(embedding=options.rule, rest=options.rule),
         wire=WIRE,
     )
-    manifest = manifest_of(RUN, settings, options.tensors, balanced(options.tensors, FRAGMENTS))
-    random = np.random.default_rng(0)
-    payloads = [pack(random.standard_normal(elements, np.float32), "float32", 0) for elements in manifest.sizes]
-    transport.create(manifest, [first_version(p, payload) for p, payload in enumerate(payloads)])
+    return manifest_of(RUN, settings, options.tensors, balanced(options.tensors, FRAGMENTS))
 
 
 class TwoIslands:

@@ -20,7 +20,7 @@ from archipelago.broker.machine import LOOPBACK
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.bench.harness import MeasuredProcess, child, first_version, manifest_of, own_redis
+from archipelago.ops.bench.harness import MeasuredProcess, child, manifest_of, own_run
 from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
 from archipelago.ops.bench.played import contribution_of
 from archipelago.ops.settings import say
@@ -56,19 +56,12 @@ def wire(size: WireSize) -> dict[str, Any]:
     """Measure a producer and a consumer against a bare relay. Return plain data with `rows`."""
     rows = []
     for append_only, where in ((False, "in memory"), (True, "append-only file")):
-        with own_redis(append_only=append_only) as server:
-            _make_run(server.url, size.payload_bytes)
+        # Its one fragment is large enough for valid payloads of that size.
+        manifest = manifest_of(RUN, RunConfig(), [Tensor("all", (size.payload_bytes // 4,))], [["all"]])
+        with own_run(manifest, [b"nothing"], append_only=append_only) as (server, _):
             say(f"{where}: {server.program.kind} {server.program.version}")
             rows.append({"server": where, **_against_relay(server.url, size)})
     return {"payload_bytes": size.payload_bytes, "rows": rows}
-
-
-def _make_run(url: str, size: int) -> None:
-    """Create a run whose one fragment is large enough for valid payloads of `size` bytes."""
-    transport = connect(url, RUN)
-    manifest = manifest_of(RUN, RunConfig(), [Tensor("all", (size // 4,))], [["all"]])
-    transport.create(manifest, [first_version(0, b"nothing")])
-    transport.close()
 
 
 def _against_relay(url: str, size: WireSize) -> dict[str, Any]:
