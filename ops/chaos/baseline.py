@@ -79,9 +79,6 @@ class Hub(LoopServer):
     A worker connects and sends its name. Once all are connected, each receives the step of the checkpoint to load.
     Then each sends the step of its last checkpoint and its gradient, and receives the mean of all gradients, again and
     again, until a connection is lost. Only the first worker saves checkpoints. Gradients are bytes, all else is lines.
-
-    Attributes:
-        port: The port of loopback on which it listens.
     """
 
     def __init__(self, names: Sequence[str], progress: GroupProgress) -> None:

