@@ -194,8 +194,7 @@ def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitS
 def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> Figures:
     """Train data-parallel under the faults of a storm, and return the figures.
 
-    Raises:
-        ArchipelagoError: The workers do not begin to train, or a signal interrupted them.
+    Raise ArchipelagoError if the workers do not begin to train, or if they are `stopped` by a signal.
     """
     faults, progress = worker_faults(plan.faults, tuple(plan.step_seconds)), GroupProgress()
     with ExitStack() as stack:

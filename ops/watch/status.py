@@ -161,9 +161,7 @@ def render(reading: RunReading, rows: int | None = None) -> RenderableType:
 def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
     """Return the screen of `status --watch`. What does not fit into its height is cut off at its end.
 
-    Args:
-        outage: Why there is no new reading, or None.
-        now: Unix seconds.
+    `outage` is why there is no new reading, and `now` is in Unix seconds.
     """
     title = Text.assemble(("archipelago status", "bold"), (f"  {clock(now)}  Ctrl-C to quit", "dim"))
     parts: list[RenderableType] = [title, state_text(state_line(reading, outage), with_remedy=True)]

@@ -229,12 +229,7 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
     """Check that a corpus was made with the tokenizer that weights were trained with.
 
     The weights of `archipelago export` say which it was; for others, it is the `tokenizer.json` beside them.
-
-    Returns:
-        False if the weights do not say it.
-
-    Raises:
-        DataError: It is another tokenizer (`weights.tokenizer`), or its file cannot be used.
+    Return False if they do not say it. Raise DataError if it is another (`weights.tokenizer`), or cannot be read.
     """
     from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, from_file
 
@@ -258,9 +253,7 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
 def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
     """Return the tokenizer in the folder of an export.
 
-    Raises:
-        DataError: It is not the one that the weights were trained with (`weights.tokenizer`), or its file is missing or
-            cannot be used.
+    Raise DataError if its weights were trained with another (`weights.tokenizer`), or if its file cannot be used.
     """
     from archipelago.islands.data.tokenizer import FILE, from_file
 
