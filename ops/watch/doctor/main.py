@@ -304,25 +304,21 @@ def disk(free: int, folder: Path, parameters: int) -> Finding:
 
 def corpus(wanted: Corpus) -> Finding:
     """Check that the corpus of the run is here."""
-    name = wanted.name
-    from archipelago.islands.data.corpus import STDLIB, is_prepared, open_corpus, prepared
+    from archipelago.islands.data.corpus import STDLIB, is_prepared, open_corpus
 
+    name, copy = wanted.name, "Copy its folder from the machine that created the run."
     try:
-        if not is_prepared(name):
-            present = ", ".join(prepared()) or "none"
-            what = f"The corpus {name!r} is not on this machine (prepared: {present})."
-            if name == STDLIB:
-                return ok("corpus", f"{what} `archipelago prepare {name}` makes it.")
-            return problem("corpus.missing", what, "Copy its folder from the machine that created the run.")
+        if name == STDLIB and not is_prepared(name):
+            what = f"The corpus {name!r} is not on this machine yet. `archipelago prepare {name}` makes it."
+            return ok("corpus", what)
         found = open_corpus(name, verifies=True)
     except ArchipelagoError as error:
+        if error.code == "data.missing":
+            return problem("corpus.missing", error.what, copy)
         return problem("corpus.damaged", error.what, error.remedy)
     if found.digest != wanted.digest:
-        return problem(
-            "corpus.different",
-            f"The corpus {name!r} has the digest {found.digest[:8]}…, and the run's has {wanted.digest[:8]}….",
-            "Copy its folder from the machine that created the run. The same name may be another text elsewhere.",
-        )
+        what = f"The corpus {name!r} has the digest {found.digest[:8]}…, and the run's has {wanted.digest[:8]}…."
+        return problem("corpus.different", what, f"{copy} The same name may be another text elsewhere.")
     return ok("corpus", f"The corpus {name!r} of the run is here ({size(wanted.bytes)}, digest {found.digest[:8]}…).")
 
 
