@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
@@ -92,12 +93,22 @@ def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str
     return origin
 
 
+class _AboveBars(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes lines above the progress bars of a trainer, and not into them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr  # while a bar of rich is shown, another one, which moves the bar
+        bars = sys.modules.get("tqdm")
+        with bars.tqdm.external_write_mode(self.stream) if bars else nullcontext():
+            super().emit(record)
+
+
 def show_unless_set_up() -> None:
     """Log to standard error in a user's script, until it sets up logging itself."""
     ours, root = logging.getLogger(LOGGERS[0]), logging.getLogger()
     if ours.handlers or ours.level or root.handlers:
         return
-    handler = logging.StreamHandler()
+    handler = _AboveBars()
     handler.setFormatter(_Lines("%(asctime)s archipelago %(message)s", datefmt="%H:%M:%S"))
     handler.addFilter(lambda record: not root.handlers)
     ours.addHandler(handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe import logs
@@ -200,6 +204,13 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]x[/]\r\u202e\x9b31m\u2028evil"
 
 def harmless(shown: str) -> bool:
     return not any(character in shown for character in "\x1b\x07\r\u202e\x9b\u2028")
+
+
+def test_a_line_of_a_script_goes_above_a_bar_of_rich() -> None:
+    console, handler = Console(file=io.StringIO(), force_terminal=True), logs._AboveBars()
+    with Live("a bar", console=console):
+        handler.emit(logging.makeLogRecord({"msg": "a line"}))
+    assert "a line\na bar" in Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
 
 
 def test_control_characters_are_replaced_and_other_text_stays_as_it_is() -> None:

@@ -132,5 +132,6 @@ def test_two_processes_of_a_trainer_are_one_island(run: Run, until: Until, kind:
     assert same(printed, values), "of DistributedDataParallel"
     assert same(printed, split, "split"), "of FSDP2"
     assert printed.count("weights") == 2
+    assert not re.findall(r"[^\r\n]\d\d:\d\d:\d\d archipelago", run.processes.said(process)), "lines go above bars"
     (beat,) = run.reader.presences()
     assert beat.heartbeat.tokens % 16 == 0
