@@ -306,11 +306,7 @@ class MergerClient(Protocol):
         """Return the merged entries that the broker keeps."""
 
     def outer(self, fragment: int, version: int) -> bytes:
-        """Return the `outer` of the fragment's newest compaction.
-
-        Raises:
-            WireError: It is missing, damaged, or of another version than the given one.
-        """
+        """Return the newest compaction's `outer`. Raises WireError if it is missing, damaged, or of another version."""
 
     def place(self, epoch: int, compaction: Compaction) -> Placed:
         """Upload a compaction, beside the rounds and on any thread. Nothing points to it before `compact`."""

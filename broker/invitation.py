@@ -183,11 +183,7 @@ def write(path: Path, invitation: Invitation) -> None:
 
 
 def read(path: Path) -> Invitation:
-    """Read a join file.
-
-    Raises:
-        ConfigError: There is no such file, others can read it, or its content is damaged.
-    """
+    """Read a join file. Raises ConfigError if there is none, others can read it, or its content is damaged."""
     try:
         with path.open("rb") as file:
             found = path.stat()

@@ -248,11 +248,7 @@ class _Frame:
         return memoryview(self._held.whole)[: self._held.end]
 
     def feed(self, more: memoryview) -> None:
-        """Decompress more of the frame.
-
-        Raises:
-            WireError: It is damaged, declares or holds another size, or is not the end of the payload.
-        """
+        """Decompress more of a frame. Raises WireError if it is damaged, of another size, or not the payload's end."""
         if not more:
             return
         try:

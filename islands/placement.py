@@ -58,11 +58,7 @@ def _dividing(size: int, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple
 
 
 def specs(tensors: Sequence[Tensor], shape: MeshShape) -> dict[str, PartitionSpec]:
-    """Return how each tensor is split, by name.
-
-    Raises:
-        ConfigError: No tensor can be split over an axis of the mesh (`mesh.size`).
-    """
+    """Return how each tensor is split, by name. Raises ConfigError (`mesh.size`) if an axis of the mesh splits none."""
     axes = {tensor.name: axes_of(tensor, shape.sizes()) for tensor in tensors}
     used = {axis for each in axes.values() for dimension in each for axis in dimension}
     for axis in ("fsdp", "tensor"):

@@ -248,11 +248,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, text: str) -> RunState:
-        """Return the state that `to_json` wrote, or a fresh one for empty text.
-
-        Raises:
-            ConfigError: The text is anything else (`config.lost-state`).
-        """
+        """Return the state that `to_json` wrote; a fresh one for no text. Raises ConfigError (`config.lost-state`)."""
         if not text:
             return cls()
         try:

@@ -75,13 +75,7 @@ class MergerFolder:
         return f"{self.path} and {self.bucket}" if self.bucket else f"{self.path}"
 
     def fetch(self) -> None:
-        """Download the newest checkpoint of the bucket if it is newer than those on disk.
-
-        One that is damaged is skipped.
-
-        Raises:
-            BucketError: The bucket cannot be read.
-        """
+        """Download the bucket's newest checkpoint if it is newer than those on disk, and sound. Raises BucketError."""
         if self._bundles is not None:
             self._bundles.fetch_newer(self.store.folder, max(self.store.numbers(), default=-1))
 

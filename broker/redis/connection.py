@@ -212,11 +212,7 @@ class RedisConnection:
 
     @contextmanager
     def watching(self, *keys: str) -> Iterator[Any]:
-        """Yield a pipeline that reads until its `multi`, and writes only if these keys stay as they are.
-
-        Raises:
-            DisturbedError: Another client changed one of the keys.
-        """
+        """Yield a pipeline that reads until `multi`, and writes if these keys stay the same. Raises DisturbedError."""
         with self.translated(), self.redis.pipeline(transaction=True) as pipe:
             try:
                 if keys:

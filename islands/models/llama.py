@@ -158,11 +158,7 @@ def config_of(size: Size, vocabulary: int, positions: int, dtype: str) -> dict[s
 
 
 def size_of(config: Mapping[str, Any]) -> Size:
-    """Return the size that a Llama's `config.json` describes.
-
-    Raises:
-        ConfigError: It describes no Llama (`llama.damaged`), or one that our transformer cannot be (`llama.different`).
-    """
+    """Return the size that a Llama's `config.json` has. Raises ConfigError (`llama.damaged`, `llama.different`)."""
     require_compatible(config)
     try:
         width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])

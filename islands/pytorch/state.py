@@ -82,11 +82,7 @@ class OptimizerState:
     """
 
     def __init__(self, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> None:
-        """Note the optimisers.
-
-        Raises:
-            ConfigError: An optimiser has none of the module's parameters (`loop.argument`).
-        """
+        """Note the optimisers. Raises ConfigError (`loop.argument`) for one with none of the module's parameters."""
         self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self.entries: tuple[StateEntry, ...] = ()

@@ -119,11 +119,7 @@ class TaskFile(NamedTask):
         return f"{self.path}:{self.variable}"
 
     def call(self, what: str, function: Callable[..., T], *args: Any) -> T:
-        """Return what a function of the task returns.
-
-        Raises:
-            ConfigError: The function failed (`task.WHAT`). The error names the line in the user's file.
-        """
+        """Return what a function of the task returns. Raises ConfigError (`task.WHAT`) that names the failing line."""
         try:
             return function(*args)
         except ArchipelagoError:

@@ -112,11 +112,7 @@ def compiled_steps(model: TaskModel, inner: InnerConfig, workers: int = 1) -> In
 
 
 def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
-    """Return the settings of a run that trains a task.
-
-    Raises:
-        ConfigError: A setting is given that would change nothing (`config.value`).
-    """
+    """Return the settings of a run that trains a task. Raises ConfigError (`config.value`) for one without effect."""
     useless = []
     if config.model not in (ModelConfig(), ModelConfig(OWN_MODEL)):
         useless.append("model")
@@ -137,11 +133,7 @@ def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
 
 
 def require_trainable(work: Workload) -> None:
-    """Draw one batch of a task, trace its loss and its optimiser, and evaluate its first parameters.
-
-    Raises:
-        ConfigError: A part of the task is wrong. The code names the part.
-    """
+    """Draw a batch of a task, trace its loss and optimiser, and evaluate its first parameters. Raises ConfigError."""
     params = work.model.init()
     batch = work.supply(TaskRun("check", 0)).sample(1)
     # The loss names itself where it fails. What remains is an optimiser whose new state is not like its old one.

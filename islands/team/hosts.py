@@ -52,11 +52,7 @@ class HostRank:
 
 
 def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> HostRank | None:
-    """Return the rank of this process; None for an island of one process.
-
-    Raises:
-        ConfigError: Flags are missing or wrong (`config.value`).
-    """
+    """Return the rank of this process; None for an island of one. Raises ConfigError (`config.value`)."""
     if coordinator is None and (hosts, rank) in ((None, None), (1, None), (1, 0)):
         return None
     if coordinator is None or hosts is None or rank is None:

@@ -191,11 +191,7 @@ class Following(Joined):
             log.warning("`evaluate` failed in this process: %.300s", error)
 
     def __enter__(self) -> Self:
-        """Take the parameters and the optimiser's state from the leader.
-
-        Raises:
-            ConfigError: The leader could not join (`loop.leader-left`).
-        """
+        """Take the parameters and the optimiser's state from the leader. Raises ConfigError (`loop.leader-left`)."""
         self._team = self._new_team(_join_call(self._run, self._evaluate))
         self._hear()
         self._stop.watch()
@@ -228,11 +224,7 @@ class Following(Joined):
         checked_loss(held_out, "`held_out`")
 
     def _turn(self) -> None:
-        """Do with the leader what it does at this step.
-
-        Raises:
-            ConfigError: The leader has left (`loop.leader-left`), or this process has (`loop.left`).
-        """
+        """Do with the leader what it does at this step. Raises ConfigError (`loop.leader-left`, `loop.left`)."""
         if self._team is None or self._ended:
             raise ConfigError(
                 "this process has not joined the run, or has left it",

@@ -210,11 +210,7 @@ class FrozenLeaves:
             self._pending = _sums(named)
 
     def require_same(self, *, waits: bool = False) -> None:
-        """Compare what the device has added up by now, or with `waits` all.
-
-        Raises:
-            ConfigError: A leaf has changed (`loop.frozen-changed`).
-        """
+        """Compare what the device has added up; with `waits`, all. Raises ConfigError (`loop.frozen-changed`)."""
         if not waits and not all(found.is_ready() for sums in self._pending.values() for found in sums):
             return
         pending, self._pending = self._pending, {}

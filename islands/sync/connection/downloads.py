@@ -37,11 +37,7 @@ class Downloads:
         self.built: Callable[[Arrival], object] = lambda arrival: None
 
     def whole(self, p: int) -> Arrival:
-        """Download the newest full snapshot of a fragment and the differences after it.
-
-        Raises:
-            WireError: A payload is missing, or was not announced.
-        """
+        """Download the newest full snapshot of a fragment and the differences after it. Raises WireError."""
         began = self._clock()
         found = newest(self._reader, self._manifest, p)
         self._uplink.received(found.bytes, began, self._clock())

@@ -177,11 +177,7 @@ class Heartbeats:
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def claim_name(self) -> None:
-        """Claim the name of the island.
-
-        Raises:
-            ConfigError: The operator has excluded this island.
-        """
+        """Claim the name of the island. Raises ConfigError if the operator has excluded it."""
         requests = self._transport.reader.control()
         require_welcome(requests, self.name, self._manifest.run)
         self._set_run_steps(requests)
