@@ -57,10 +57,7 @@ def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
 
 
 def _quota(cgroups: Path, own: Path) -> float:
-    """Return the smallest quota of this process's control group and those above it, in cores.
-
-    Without a quota, these are all cores.
-    """
+    """Return the smallest quota, in cores, of this process's control group and those above; all cores without one."""
     group = next((line[3:].lstrip("/") for line in _text_of(own).splitlines() if line.startswith("0::")), "")
     folders = [cgroups / group, *(cgroups / parent for parent in Path(group).parents)]
     limits = [_text_of(folder / "cpu.max").split() for folder in folders]

@@ -227,11 +227,7 @@ class Signing:
 
 
 class Stamps:
-    """Makes the stamps of one process.
-
-    Args:
-        wall: The wall clock in seconds.
-    """
+    """Makes the stamps of one process, by a wall clock in seconds."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall

@@ -92,11 +92,7 @@ def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector |
 
 
 class Unpacking:
-    """Decodes a payload while it arrives. The arguments and errors are those of `unpack`.
-
-    Attributes:
-        decoded: How many elements were decoded so far.
-    """
+    """Decodes a payload while it arrives, `decoded` elements so far. Arguments and errors are those of `unpack`."""
 
     def __init__(self, elements: int, codec_name: str = "", base_N: Vector | None = None) -> None:
         self._elements, self._codec_name, self._base_N = elements, codec_name, base_N

@@ -46,11 +46,7 @@ def taken(island: Participant) -> OwnState | None:
 
 
 class IslandStore:
-    """The newest state of one island in a folder.
-
-    Args:
-        bucket: A folder in a bucket that holds a copy, which is taken where the disk has none.
-    """
+    """The newest state of one island in a folder; from its copy in the bucket where the disk has none."""
 
     def __init__(self, folder: Path, manifest: Manifest, bucket: BucketFolder | None = None) -> None:
         self.path, self.manifest, self._bucket = folder.absolute() / FILE, manifest, bucket

@@ -99,11 +99,7 @@ class PreparedIsland:
 def prepared_for(
     options: IslandOptions, manifest: Manifest, task: TaskFile | None, earlier: PreparedIsland | None = None
 ) -> PreparedIsland:
-    """Return what an island with these flags needs, from a standby if that fits.
-
-    Args:
-        task: The users' task; None for one of our models.
-    """
+    """Return what an island with these flags needs, from a standby if that fits. `task` is None for our models."""
     placement = own_placement(options, manifest)
     if earlier is not None and earlier.fits(manifest, placement, options.batch_size):
         return earlier

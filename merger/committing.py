@@ -76,11 +76,7 @@ class Kept:
 def build_commit(
     manifest: Manifest, tape: TapeEntry, merged: MergedRound, before: RunState, after: RunState, kept: Kept
 ) -> Commit:
-    """Return the commit of a round.
-
-    Args:
-        tape: The tape's entry of the round, without what takes long: the digest, and the state before the round.
-    """
+    """Return the commit of a round. Its `tape` entry still lacks the digest and the state before the round."""
     wire, held_N = manifest.config.wire, merged.state.published_N
     difference = (
         pack_body(merged.difference, wire.down, held_N.size, wire.zstd_level) if wire.sends_differences else b""

@@ -213,10 +213,7 @@ def finish(
     gain: float = 1.0,
     spectra: Spectra | None = None,
 ) -> jax.Array:
-    """Return the merged outer gradient (float32 [N]), times `gain`.
-
-    `spectra` says how matrices share the threads.
-    """
+    """Return the merged outer gradient (float32 [N]) times `gain`. `spectra` says how matrices share threads."""
     merged_N: jax.Array = _finish(acc, np.float32(1.0 / total_weight), np.float32(gain), groups)
     changed = [group for group in groups if group.changes_spectrum]
     if not changed:

@@ -262,12 +262,7 @@ class Liveness:
         put_bounded(self._heard, island, (closed, now))
 
     def look(self, presences: Iterable[Presence], now: float, closed: int) -> frozenset[str]:
-        """Return the islands that rounds wait for.
-
-        Args:
-            presences: The heartbeats that the broker holds.
-            closed: How many rounds have closed.
-        """
+        """Return the islands that rounds wait for, given the broker's heartbeats and how many rounds have closed."""
         before, self._sightings = self._sightings, {}
         live = []
         for presence, is_training in [(presence, presence.is_training) for presence in presences]:

@@ -39,11 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SeenMergers:
-    """Who serves the run, as one process sees it.
-
-    Attributes:
-        serving: How many shards each process serves, by its name. Standbys serve none.
-    """
+    """Who serves the run, as one process sees it: how many shards each one has (standbys 0), and which are free."""
 
     serving: Mapping[str, int]
     free: frozenset[int]
@@ -60,11 +56,7 @@ class SeenMergers:
 
 
 def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float) -> SeenMergers:
-    """Read who serves the run. A shard that cannot be reached counts neither as served nor as free.
-
-    Args:
-        silent_seconds: A standby without a sign of life for this long is not counted.
-    """
+    """Read who serves the run. Shards that are away are not counted, nor standbys that were silent for so long."""
     serving, free = {name: 0}, set()
     for shard, transport in enumerate(transports):
         try:
@@ -85,11 +77,7 @@ def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float
 
 
 class Sharing:
-    """The shards that this process serves among those of its run. Only `look` talks to Redis.
-
-    Args:
-        mergers: The merger of each shard. All have one holder's name.
-    """
+    """The shards that this process serves. Only `look` talks to Redis. All `mergers` have one holder's name."""
 
     def __init__(self, mergers: Sequence[Merger], clock: Clock = time.monotonic) -> None:
         self._mergers, self._clock = mergers, clock

@@ -41,12 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class MergerFolder:
-    """The folders `checkpoints/` and `record/` of one run.
-
-    Args:
-        keep: How many of the newest checkpoints are kept, here and in the bucket.
-        bucket: A folder in a bucket that holds copies.
-    """
+    """The folders `checkpoints/` and `record/` of one run. The newest `keep` checkpoints stay, also in the bucket."""
 
     def __init__(self, path: Path, keep: int = KEEP, bucket: BucketFolder | None = None) -> None:
         self.path, self.bucket = path, bucket

@@ -35,12 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BundleManifest:
-    """The content of a manifest.
-
-    Attributes:
-        files: The size and digest of each file, by its path in the folder.
-        about: What the bundle holds, such as the name of its run.
-    """
+    """The content of a manifest: each file's size and digest by its path, and what the bundle is `about`."""
 
     folder: Inside
     files: Mapping[Inside, tuple[int, str]]

@@ -79,11 +79,7 @@ class MemoryRun:
         self.next_event += 1
 
     def add(self, contribution: Contribution, payload: bytes, sender: str = "") -> str:
-        """Append a contribution under the next number, and return the name of its entry.
-
-        Args:
-            sender: The island in whose stream it is; by default the one that the header names. Tests give another.
-        """
+        """Append a contribution, by default of the island in its header, and return the name of its entry."""
         number = self.next_update
         self.updates[number] = MemoryEntry(sender or contribution.island, contribution, payload)
         self.next_update += 1

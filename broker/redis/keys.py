@@ -43,11 +43,7 @@ def checked_name(name: str, what: str) -> str:
 
 
 class Keys:
-    """The keys of one shard of a run.
-
-    Args:
-        shard: The number of the shard, or a pattern of such numbers, which makes each key a pattern of keys.
-    """
+    """The keys of one shard of a run. A pattern of numbers for `shard` makes each key a pattern of keys."""
 
     def __init__(self, run: str, shard: int | str = 0) -> None:
         self.run = checked_name(run, "the run name")

@@ -39,10 +39,7 @@ _STREAM_WRITES: Final = ("XADD", "XDEL", "XTRIM")
 
 @dataclass(frozen=True)
 class Grant:
-    """The right to use some commands on some keys.
-
-    A command has `|SUBCOMMAND` where only that is meant, and keys are patterns.
-    """
+    """The right to use some commands, `COMMAND` or `COMMAND|SUBCOMMAND`, on keys with some patterns."""
 
     commands: tuple[str, ...]
     keys: tuple[str, ...]

@@ -41,10 +41,7 @@ class StoredRun:
         self._shape: Manifest | None = None
 
     def names(self) -> list[str]:
-        """Return the names of all runs at the server that this user may read.
-
-        A name is registered before its run is created.
-        """
+        """Return the names of all runs that this user may read. A name is registered before its run is created."""
         names: list[str] = []
         with self._connection.forgiving(REGISTRY, "a set"):
             names = names_in(self._connection.registry.smembers(REGISTRY))

@@ -46,12 +46,7 @@ FAKE_POLL_SECONDS = 0.005
 
 
 class UpdatesStreams:
-    """Reads the updates streams of one run.
-
-    Args:
-        connection: The connection to the run, or to one of its shards.
-        names: Returns the names of the islands.
-    """
+    """Reads the updates streams of one run, or of one of its shards. `names` returns the names of the islands."""
 
     def __init__(self, connection: RedisConnection, chunks: ChunkStore, names: Callable[[], list[str]]) -> None:
         self._connection = connection

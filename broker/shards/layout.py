@@ -68,11 +68,7 @@ class OwnRounds:
 
 @dataclass(frozen=True)
 class Layout:
-    """The fragments of each shard.
-
-    Attributes:
-        fragments: The fragments of each shard, in ascending order. Together they are 0 … P − 1.
-    """
+    """The fragments of each shard, in ascending order. Together they are 0 … P − 1."""
 
     fragments: tuple[tuple[int, ...], ...]
 

@@ -58,12 +58,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Document:
-    """A part of a file, or a whole one.
-
-    Attributes:
-        start: The offset of its first byte.
-        digest: BLAKE2b-128 of its bytes.
-    """
+    """A file, or a part of one from the byte `start` on. `digest` is the BLAKE2b-128 of its bytes."""
 
     path: Path
     start: int
@@ -79,11 +74,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Choice:
-    """The documents of a corpus.
-
-    Attributes:
-        splits: The documents of each split, in the order in which they are written.
-    """
+    """The documents of each split of a corpus, in the order in which they are written."""
 
     splits: tuple[tuple[Document, ...], ...]
     reading: Reading

@@ -21,11 +21,7 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Size:
-    """The dimensions of a transformer.
-
-    Attributes:
-        hidden: The width inside the gated MLP, about 8/3 of `width`.
-    """
+    """The dimensions of a transformer. `hidden` is the width inside the gated MLP, about 8/3 of `width`."""
 
     width: int
     layers: int
@@ -125,12 +121,7 @@ def from_llama(name: str) -> Place:
 
 
 def config_of(size: Size, vocabulary: int, positions: int, dtype: str) -> dict[str, Any]:
-    """Return the `config.json` of a model of this size.
-
-    Args:
-        positions: The sequence length that it was trained on.
-        dtype: The dtype of the tensors in the file.
-    """
+    """Return the `config.json` of a model that was trained on `positions` tokens, in a file of that dtype."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -53,11 +53,7 @@ class Depth:
     rematerialise: bool = False
 
     def through(self, layers: Sequence[Any], x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Apply layers of one kind in turn.
-
-        Returns:
-            The output of the last layer, and the sum of all `Penalty` terms. None where the layers keep theirs.
-        """
+        """Return the output of layers in turn, and the sum of their `Penalty` terms, unless the layers keep those."""
         if self == UNROLLED:
             for layer in layers:
                 x = layer(x)
@@ -127,11 +123,7 @@ class Transformer(nnx.Module):
         return jnp.einsum("btw,vw->btv", self.norm(x_BxTxW), embedding_VxW, preferred_element_type=jnp.float32)
 
     def extend(self, cache: Cache, tokens_BxT: jax.Array, count: jax.Array) -> tuple[jax.Array, Cache]:
-        """Read the first `count` tokens after those in the cache.
-
-        Returns:
-            The float32 logits [B, V] of the next token, and the cache with these tokens added.
-        """
+        """Read `count` tokens. Return the float32 logits [B, V] of the next one, and the cache with these added."""
         embedding_VxW = self.embedding[...].astype(self.dtype)
         x_BxTxW = rows_of(embedding_VxW, tokens_BxT)
         cached: list[tuple[jax.Array, jax.Array]] = []

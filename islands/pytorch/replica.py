@@ -32,11 +32,7 @@ class TorchReplica:
     """The references of all fragments, float32 [N] each. The parameters belong to the module and are passed in."""
 
     def __init__(self, manifest: Manifest, device: Any, copies: CopyStream | None = None) -> None:
-        """Begin without references.
-
-        Args:
-            copies: Copies between the host and the device; by default a stream of CUDA, and none on other devices.
-        """
+        """Begin without references. By default, a CUDA device gets a stream for copies, and other devices none."""
         self.rule = RULES[manifest.config.adopt.rule]
         self.layout = manifest.layout
         self.codec = manifest.config.wire.up

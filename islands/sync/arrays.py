@@ -64,12 +64,7 @@ def spec(*parts: Any) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """The devices of one fragment.
-
-    Attributes:
-        mesh: All of them; None for the default device.
-        tensors: Where each tensor and its reference are during a computation; None for the default device.
-    """
+    """The devices of one fragment, and where each tensor and its reference are. None stands for the default device."""
 
     mesh: Mesh | None
     tensors: tuple[Sharding | None, ...]

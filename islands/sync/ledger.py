@@ -68,12 +68,7 @@ class ShardRounds:
 
 
 class Ledger:
-    """The counts of one island.
-
-    Attributes:
-        global_step: The clock of the learning-rate schedule.
-        merged_step: The run's step at the newest merge that the island knows of.
-    """
+    """The counts of one island. `merged_step` is the run's step at the newest merge that the island knows of."""
 
     def __init__(self, island: str, incarnation: str, layout: Layout, interval: int, window: int) -> None:
         self.island = island
@@ -156,11 +151,7 @@ class Ledger:
         shard.answered = {number for number in unresolved if number > shard.closed}
 
     def due(self, blocked: Collection[int] = ()) -> int | None:
-        """Return a round to contribute to at this step boundary, or None. Call it again after each sending.
-
-        Args:
-            blocked: Shards to which nothing can be sent now.
-        """
+        """Return a round to contribute to now, or None; none of a `blocked` shard. Call it again after each sending."""
         free = [shard for number, shard in enumerate(self.shards) if number not in blocked]
         called = sorted(number for shard in free for number in shard.called)
         owed = (number for shard in free if shard.owed >= self.interval for number in shard.window)

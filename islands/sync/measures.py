@@ -137,11 +137,7 @@ class MemoryUse:
 
 
 def measured(devices: Sequence[Any] = ()) -> MemoryUse:
-    """Measure the memory in use now. A machine that does not report some of it gives 0.
-
-    Args:
-        devices: The accelerators of this process. Each has `memory_stats`, as JAX's devices do.
-    """
+    """Measure the memory in use now; 0 where it is not reported. Devices have `memory_stats`, as those of JAX."""
     try:
         process, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
         used, limit = host.total - host.available, host.total
@@ -307,11 +303,7 @@ class Uplink:
         return not self.thin
 
     def in_words(self, stretch: float) -> str:
-        """Describe the measures against a thin link; empty on a good one.
-
-        Args:
-            stretch: The interval over the run's.
-        """
+        """Describe what is done about a thin link, with the interval over the run's; empty on a good link."""
         measures = ["fewer bits"] if self.thin else []
         if stretch > 1.5 and max(self._up.share, self._down.share) > BUSY_SHARE:
             measures.append(f"interval {stretch:.1f}x")

@@ -48,11 +48,7 @@ class Membership(Joined):
     def __init__(
         self, run: str, island: Callable[[], str], connect: Callable[[], RedisTransport], awaited: Patience
     ) -> None:
-        """Note what to join. Nothing is contacted before the `with` begins.
-
-        Args:
-            awaited: Repeats the first calls while Redis does not answer.
-        """
+        """Note what to join. Nothing is contacted before the `with`. `awaited` repeats calls while Redis is away."""
         self._run, self._named, self._connect, self._awaited = run, island, connect, awaited
         self._incarnation = uuid.uuid4().hex[:8]
         self._thread = 0

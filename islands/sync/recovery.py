@@ -67,12 +67,7 @@ Decode = Callable[[Handover, bytes], State]
 
 @dataclass(frozen=True)
 class StateForPeer:
-    """Inner optimiser state on its way to a newcomer.
-
-    Attributes:
-        who: The newcomer and its incarnation.
-        leaves: All arrays of the state in order, as copies that no step donates.
-    """
+    """Inner optimiser state on its way to `who`: its arrays in order, as copies that no step donates."""
 
     who: str
     leaves: Sequence[Any]
@@ -174,11 +169,7 @@ NO_BOUNDS = MomentBounds()
 
 
 def require_sound(name: str, values: NDArray[Any], bounds: MomentBounds, second: NDArray[Any] | None = None) -> None:
-    """Raise WireError for an array of a peer's optimiser state that no sequence of steps can produce.
-
-    Args:
-        second: The second moments, if these are first moments of Adam.
-    """
+    """Raise WireError for an array that no steps can produce. First moments of Adam have `second` ones, too."""
     if name in NOT_NEGATIVE and (values < 0).any():
         raise WireError(f"a negative {name!r} in the peer's optimiser state", code="handover.unsound")
     most: Any = math.inf
@@ -216,11 +207,7 @@ ANSWERED_KEPT = 4096
 
 
 class Giver:
-    """Hands the inner optimiser state of an island over to newcomers who ask for it.
-
-    Attributes:
-        is_willing: Whether the island has such a state to give.
-    """
+    """Hands an island's inner optimiser state to newcomers who ask for it, if there is one (`is_willing`)."""
 
     def __init__(self, transport: IslandTransport, who: str) -> None:
         """Create a giver; `who` is the island and its incarnation."""
@@ -280,11 +267,7 @@ class Newcomer:
         seconds: float = ASK_SECONDS,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Store the parts; this contacts no peer.
-
-        Args:
-            seconds: How long `complete` waits for a peer's answer.
-        """
+        """Store the parts; this contacts no peer. `complete` waits so many seconds for a peer's answer."""
         self.transport, self.island = transport, island
         self.seconds, self.pause = seconds, pause
         self._asked = False

@@ -182,12 +182,7 @@ class AssembledPart:
     """One of a codec's arrays, whose pieces were encoded on several devices. The host puts them together."""
 
     def __init__(self, index: int, chosen: Codec, plan: SlicePlan, encoded: jax.Array) -> None:
-        """Note what the devices have encoded.
-
-        Args:
-            index: Which of the codec's arrays it is.
-            encoded: This array of all devices along the plan's axes.
-        """
+        """Note one of the codec's arrays, which the devices along the plan's axes have encoded."""
         self._index, self._codec, self._plan, self._encoded = index, chosen, plan, encoded
 
     def copy_to_host_async(self) -> None:

@@ -47,12 +47,7 @@ class TaskRun:
     """
 
     def __init__(self, island: str, seed: int, run_seed: int = 0, link: Leases | None = None) -> None:
-        """Note where shards are leased.
-
-        Args:
-            run_seed: The seed of the run.
-            link: Leases shards. None reads without leases, as a check of the task does.
-        """
+        """Note where shards are leased. Without a `link`, they are read without leases, as a check of the task does."""
         self.island, self.seed = island, seed
         self._run_seed, self._link = run_seed, link
         self._thread = threading.get_ident()

@@ -100,11 +100,7 @@ class NamedTask:
 
 @dataclass(frozen=True)
 class TaskFile(NamedTask):
-    """A task in a user's file.
-
-    Attributes:
-        variable: Its name in the file.
-    """
+    """A task in a user's file, under the name `variable`."""
 
     path: Path
     variable: str

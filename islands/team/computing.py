@@ -102,11 +102,7 @@ def do_together(said: Said, replica: Any, parameters: Parameters, state: LoopSta
 
 
 def follow(team: JaxTeam, computation: Computation, sample: Any, stopped: Callable[[], bool]) -> Said:
-    """Do what the leader says until the island ends, and return its last message.
-
-    Args:
-        sample: A batch like those of the leader.
-    """
+    """Do what the leader says until the island ends, and return its last message. `sample` is like its batches."""
 
     def like_batches(steps: int) -> Any:
         return jax.tree.map(lambda leaf: np.zeros((steps, *leaf.shape[1:]), leaf.dtype), sample)

@@ -129,12 +129,7 @@ class Team(ABC):
         return bool(self._told.stopping)
 
     def hear(self, do: Callable[[Said], object], is_stopping: Callable[[], bool] = lambda: False) -> Said:
-        """Do what the leader says until its turn ends, and return how it ended.
-
-        Args:
-            do: Does one piece of work.
-            is_stopping: Whether SIGTERM has arrived in this process.
-        """
+        """Do what the leader says until its turn ends, and return how. Tell it whether SIGTERM has arrived here."""
         while (said := self.exchange(Said(stopping=is_stopping()))).work:
             do(said)
         return said
@@ -162,11 +157,7 @@ class Team(ABC):
 
 
 def process_left(what: str, code: str, status: int = 0) -> ArchipelagoError:
-    """Return the error of a process that another one has left.
-
-    Args:
-        status: The exit status of the other process. This one ends with the same.
-    """
+    """Return the error of a process that another one has left with that exit status. This one ends with the same."""
     kind = {OUTAGE: HostError, FAILED: DivergedError}.get(status, ConfigError)
     return kind(what, "See the error of that process, and start the island again.", code=code)
 

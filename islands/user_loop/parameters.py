@@ -207,12 +207,7 @@ class LoopState:
     can_travel = True
 
     def __init__(self, newest: Callable[[], State], bounds: MomentBounds = NO_BOUNDS) -> None:
-        """Note the state.
-
-        Args:
-            newest: Returns the newest state of the loop.
-            bounds: The largest moments that its optimiser can produce.
-        """
+        """Note what returns the newest state of the loop, and the largest moments that its optimiser can produce."""
         self.newest, self._bounds = newest, bounds
 
     def travelling(self) -> dict[KeyPath, Any]:

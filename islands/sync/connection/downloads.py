@@ -26,11 +26,7 @@ class Arrival:
 
 
 class Downloads:
-    """Reads fragments of a run or shard, and measures how long that takes.
-
-    Attributes:
-        built: Called with each version of a fragment that was built, the oldest first. Listeners need all of them.
-    """
+    """Reads fragments of a run or shard. `built` hears of each version that was built, the oldest first."""
 
     def __init__(self, reader: ReaderClient, manifest: Manifest, uplink: Uplink, clock: Callable[[], float]) -> None:
         self._reader, self._manifest, self._uplink, self._clock = reader, manifest, uplink, clock

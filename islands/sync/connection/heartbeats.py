@@ -37,11 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Serving:
-    """What one island knows about the merger of its run.
-
-    Attributes:
-        is_served: Whether a merger serves the run; None before the first look.
-    """
+    """Whether the run's merger serves, as one island knows; None before the first look."""
 
     def __init__(self, reader: ReaderClient, run: str, clock: Callable[[], float]) -> None:
         self._reader, self._run, self._clock = reader, run, clock
