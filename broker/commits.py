@@ -75,12 +75,7 @@ def next_id(entry: str) -> str:
 
 
 def tape_kept(entry_bytes: int, needed: int) -> int:
-    """Return how many entries the tape keeps, so that its bytes are bounded, too.
-
-    Args:
-        entry_bytes: The size of its newest entry.
-        needed: How many of the newest rounds a merger that starts may have to merge again.
-    """
+    """Return how many entries the tape keeps, by their size; a merger that starts may need the `needed` newest."""
     return max(needed, min(TAPE_KEPT, TAPE_BYTES // max(1, entry_bytes)))
 
 

@@ -58,10 +58,7 @@ def require_primary(primary: ReaderTransport | None) -> None:
     """Raise UnknownRunError if shard 0 is lost. A run is restored shard by shard, shard 0 last.
 
     A merger that changed another shard meanwhile would keep everybody from restoring the rest. So none loads a shard
-    while the server of shard 0 cannot be asked; those that serve go on.
-
-    Args:
-        primary: The connection to shard 0; None for the merger of that shard itself.
+    while the server of shard 0 cannot be asked; those that serve go on. The merger of shard 0 itself has no `primary`.
     """
     if primary is not None and primary.reader.uid() is None:
         raise UnknownRunError(

@@ -222,14 +222,7 @@ class SentinelServers(Servers):
 
 
 def servers_at(url: str, authority: str = "") -> Servers:
-    """Return the servers of an address, not yet connected.
-
-    Args:
-        authority: The only certificate authority to trust, as PEM; empty for those of the system and of the URL.
-
-    Raises:
-        ValueError, TypeError: The address or one of its options cannot be used.
-    """
+    """Return the servers of an address, not yet connected. Arguments and errors are those of `client_at`."""
     address = parse_address(url)
     if address.kind == "cluster":
         return ClusterServers(address, authority)

@@ -306,12 +306,9 @@ def _count(text: str) -> int | None:
 
 
 def state_fields(signing: Signing, state: str) -> dict[str, str]:
-    """Return the merger's state as Redis keeps it, in the fields of a hash, with its signature if signing is on.
+    """Return a state (sorted JSON without empty mappings) in the fields of a hash, signed if signing is on.
 
     Each entry of a mapping in it has a field of its own, so that a commit writes only those that have changed.
-
-    Args:
-        state: The state as sorted JSON, without empty mappings.
     """
     values: dict[str, Any] = {}
     for key, value in json.loads(state or "{}").items():

@@ -325,15 +325,9 @@ class IslandNames:
         return [name for name, found in zip(names, answers, strict=True) if found]
 
     def forget(self, write: Write, presences: Iterable[Presence]) -> bool:
-        """Add the deletion of what is left of islands that are gone; see `MergerClient.forget`.
+        """Add the deletion of what is left of islands that are gone. Return whether there was any.
 
-        Each time it looks at a part of the names.
-
-        Args:
-            presences: The heartbeats that were read last.
-
-        Returns:
-            Whether anything was added.
+        Each time it looks at a part of the names (`MergerClient.forget`).
         """
         if self._clock() - self._forgot_at < FORGET_SECONDS:
             return False

@@ -213,11 +213,7 @@ class ShardedReader:
 
 
 def combined_state(states: Mapping[int, str]) -> str:
-    """Return the state of shard 0's merger, with the counts of all shards in place of its own.
-
-    Args:
-        states: The state of each shard's merger by the number of the shard, as JSON; empty before its first round.
-    """
+    """Return shard 0's state with the counts of all shards, from the states of each as JSON; empty before any round."""
     found = {shard: parsed_state(state) for shard, state in states.items()}
     if not any(found.values()):
         return ""

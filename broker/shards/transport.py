@@ -95,12 +95,9 @@ def require_shards(manifest: Manifest, shards: int) -> None:
 
 
 def create(transport: Transport, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
-    """Create the run, with version 0 of every fragment. Raises RunExistsError.
+    """Create the run, with version 0 of every fragment in order. Raises RunExistsError.
 
     Each shard is created in a transaction of its own, shard 0 last: a run exists once it has its shard 0.
-
-    Args:
-        snapshots: Version 0 of every fragment, in order.
     """
     if manifest.shards == 1:
         transport.create(manifest, snapshots)
@@ -119,13 +116,10 @@ def create(transport: Transport, manifest: Manifest, snapshots: Sequence[tuple[S
 
 
 def restore(transport: Transport, images: Sequence[Image]) -> None:
-    """Create the run from a checkpoint: each shard in a transaction of its own, shard 0 last, as `create` does.
+    """Create the run from a checkpoint's parts, in order: each shard in a transaction, shard 0 last, as `create` does.
 
     Only the first process to begin restores the run. A shard that an interrupted process has restored from the same
     checkpoint stays as it is.
-
-    Args:
-        images: The part of each shard, in order.
 
     Raises:
         RunExistsError: The run exists, or another state of one of its shards.

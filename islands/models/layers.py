@@ -220,11 +220,7 @@ class Functional(NamedTuple):
 
 
 def functional(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -> Functional:
-    """Convert the module that `create` makes to pure functions. Its `nnx.Param`s become the named tensors.
-
-    Args:
-        create: Makes a module that takes integer tokens and returns logits.
-    """
+    """Convert the module that `create` makes, from tokens to logits, to functions of its `nnx.Param`s by name."""
     abstract = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
     graph, state = nnx.split(abstract, nnx.Param)
     shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}

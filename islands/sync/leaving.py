@@ -66,11 +66,7 @@ class StopSignal:
         self._is_watched = False
 
     def require_heard(self, has_arrived: bool) -> None:
-        """Raise StoppedBySignal at the second call after the signal, for a loop that does not look at `finished`.
-
-        Args:
-            has_arrived: Whether it has arrived, in this process or in another one of the island.
-        """
+        """Raise StoppedBySignal at the second call after a signal, for a loop that ignores `finished`."""
         if has_arrived and self._was_told:
             raise StoppedBySignal
         self._was_told = has_arrived

@@ -134,13 +134,9 @@ class Ledger:
                 pass
 
     def resumed(self, of: int, closed: int, unresolved: Collection[int]) -> None:
-        """Continue after round `closed`, where the merger of a shard has resumed.
+        """Continue after round `closed`, where the merger of a shard has resumed. Contributions may be `unresolved`.
 
         If the island knew of later rounds, the broker has lost them.
-
-        Args:
-            of: The shard.
-            unresolved: The rounds of undecided contributions to it.
         """
         shard = self.shards[of]
         if closed < shard.closed:

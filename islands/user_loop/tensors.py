@@ -19,14 +19,7 @@ NAMED_MAX = 4
 
 
 def kinds_by(kinds: str | KindOf) -> KindOf:
-    """Return the function from a tensor's name to its kind.
-
-    Args:
-        kinds: Such a function, or a regular expression that is found in the names of embeddings, in any case.
-
-    Raises:
-        ConfigError: The expression cannot be read (`loop.argument`).
-    """
+    """Return the function from a name to its kind; a pattern finds embeddings. Raises ConfigError (`loop.argument`)."""
     if not isinstance(kinds, str):
         return lambda name: _checked(kinds(name), name)
     pattern = _pattern("kinds", kinds)
@@ -54,11 +47,7 @@ def _checked(kind: TensorKind, name: str) -> TensorKind:
 
 
 def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: Sequence[str] = ()) -> None:
-    """Raise MismatchError (`loop.other-tensors`), with the difference, unless the trained tensors are those of the run.
-
-    Args:
-        frozen: The names of the tensors that the island does not train.
-    """
+    """Raise MismatchError (`loop.other-tensors`), which says how, unless the trained tensors are those of the run."""
     require_equal_tensors(f"the run {manifest.run!r}", manifest.tensors, tensors, manifest.frozen, frozen)
 
 
@@ -113,14 +102,7 @@ _REMEDY = (
 
 
 def trained_by(trained: Trained) -> IsTrained:
-    """Return the function from a tensor's name to whether it is trained.
-
-    Args:
-        trained: Such a function, or a regular expression that is found in the names, in any case.
-
-    Raises:
-        ConfigError: It is something else, or the expression cannot be read (`loop.argument`).
-    """
+    """Return what tells by name whether a tensor is trained. Raises ConfigError (`loop.argument`) for a bad pattern."""
     if not isinstance(trained, str):
         if not callable(trained):
             raise ConfigError(f"`trained` is {trained!r:.60}", _REMEDY, code="loop.argument")

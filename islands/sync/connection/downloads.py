@@ -51,8 +51,6 @@ class Downloads:
         """Build the newest announced version from a held one and all differences since.
 
         Args:
-            held: The version to begin with.
-            announced: The newer versions.
             goes_on: Called between two downloads. It returns False if the run went back meanwhile.
 
         Returns:
