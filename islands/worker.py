@@ -90,10 +90,6 @@ class Island(Participant):
         """Parameters and the inner optimiser's state."""
         return self.computation.inner
 
-    @inner.setter
-    def inner(self, state: InnerState) -> None:
-        self.computation.inner = state
-
     @property
     def learning_rate(self) -> float:
         """The present inner learning rate; NaN for a task with an optimiser of its own."""

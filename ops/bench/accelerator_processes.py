@@ -116,7 +116,7 @@ def sync_and_not(
     turns = []
     for _ in range(pairs):
         on = _synced_turn(island, steps)
-        island.inner, off = plain(
+        island.computation.inner, off = plain(
             island.computation.steps,
             island.inner,
             island.batches.next,

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Serving:
-    """Whether the run's merger serves, as one island knows; None before the first look."""
+    """What one island knows of its run's merger. `is_served` is None before the first look."""
 
     def __init__(self, reader: ReaderClient, run: str, clock: Callable[[], float]) -> None:
         self._reader, self._run, self._clock = reader, run, clock
