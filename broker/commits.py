@@ -223,13 +223,7 @@ class Renewal(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a merger sees when it looks at its shard.
-
-    Attributes:
-        deliveries: Entries that have arrived.
-        control: The operator's requests; None unless they were asked for.
-        presences: The heartbeats of the islands; None unless they were asked for.
-    """
+    """What a merger sees when it looks: entries that have arrived, and, if asked for, requests and heartbeats."""
 
     deliveries: Sequence[Delivery]
     control: Mapping[str, str] | None = None

@@ -286,12 +286,7 @@ class _Held:
 
 
 class Published(NamedTuple):
-    """A version of a fragment.
-
-    Attributes:
-        bytes: How many bytes were downloaded.
-        before_N: The parameters of the version before, if they were built on the way.
-    """
+    """A version of a fragment, the bytes that were downloaded, and the version before if it was built on the way."""
 
     snapshot: Snapshot
     params_N: Vector

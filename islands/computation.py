@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 class Computation:
-    """The arrays of an island, and everything that is computed with them: parameters, optimiser, inner steps.
-
-    Attributes:
-        inner: Parameters and the inner optimiser's state.
-        replica: The references of all fragments.
-        state: Gives and takes the inner optimiser's state.
-    """
+    """The arrays of an island, and everything that is computed with them: parameters, optimiser, inner steps."""
 
     def __init__(
         self,

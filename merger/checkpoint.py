@@ -43,11 +43,7 @@ Fields = dict[str, Any]
 
 
 class CheckpointStore:
-    """Checkpoints of one run in a folder. One process saves, and any number may read.
-
-    Args:
-        fetch: Adds a newer checkpoint from elsewhere to the folder, if there is one. May raise ConfigError.
-    """
+    """Checkpoints of one run in a folder. One process saves, and any may read. `fetch` adds newer ones to it."""
 
     def __init__(self, folder: Path, keep: int = 3, fetch: Callable[[], None] = lambda: None) -> None:
         if keep < 1:

@@ -43,12 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointCut:
-    """The run between two rounds.
-
-    Attributes:
-        state: The run's state, as a copy of its own.
-        waiting: Entries of contributions that were not merged yet.
-    """
+    """The run between two rounds, with a copy of its state and the entries of contributions that wait."""
 
     number: int
     state: RunState

@@ -87,12 +87,7 @@ def nesterov(config: OuterConfig) -> OuterOptimizer:
 
 
 class ScheduledState(NamedTuple):
-    """State of `scheduled`.
-
-    Attributes:
-        trace: The momentum, float32 [N].
-        rounds: How many rounds the fragment has had, an int32 scalar.
-    """
+    """The state of `scheduled`: the momentum, float32 [N], and how many rounds the fragment has had, int32 []."""
 
     trace: jax.Array
     rounds: jax.Array

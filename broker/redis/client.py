@@ -74,10 +74,7 @@ class TlsConnection(SSLConnection):
 class PinnedConnection(TlsConnection):
     """A TLS connection to a server whose certificate comes from one authority, and from no authority of the system.
 
-    The library can only add an authority to those of the system.
-
-    Args:
-        authority: The certificate of the authority, as PEM.
+    The library can only add an authority to those of the system. This one is a certificate as PEM.
     """
 
     def __init__(self, authority: str, **options: Any) -> None:

@@ -31,12 +31,7 @@ LEASE_MAX = 160
 
 
 class Own(NamedTuple):
-    """What is of one island: the keys of its heartbeat and contributions, and what it looks for.
-
-    Attributes:
-        requests: The fields of the operator's requests that concern it.
-        looks: The commands with which it looks around.
-    """
+    """What is of one island: its keys, the requests that concern it, and the commands with which it looks around."""
 
     heartbeat: str
     updates: str

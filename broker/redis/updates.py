@@ -256,12 +256,7 @@ MOVED_EVALUATIONS, EVALUATIONS_KEPT = 500, 20_000
 
 
 class IslandNames:
-    """Knows the islands that have keys of their own in one shard of a run.
-
-    Args:
-        connection: The connection to the run, or to one of its shards.
-        invited: Returns the names of the invited islands; None if anyone may join.
-    """
+    """Knows the islands with keys of their own in one shard of a run. `invited` returns None if anyone may join."""
 
     def __init__(
         self,

@@ -28,12 +28,7 @@ def dealt(sizes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class OwnRounds:
-    """The rounds of a run, or of one of its shards, in order. Arguments may be rounds of other shards, too.
-
-    Attributes:
-        fragments: The fragments of the run or shard, in ascending order.
-        count: P, the number of fragments of the run.
-    """
+    """The rounds of a run, or of one of its shards, in order. Arguments may be those of other shards. `count` is P."""
 
     fragments: Sequence[int]
     count: int

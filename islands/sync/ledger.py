@@ -24,14 +24,7 @@ AHEAD_STEPS_MIN = 64
 
 @dataclass
 class FragmentCount:
-    """Unsent progress on one fragment.
-
-    Attributes:
-        version: The version from which the progress is measured.
-        newest: The newest version that was announced.
-        steps: Inner steps since that version or since the last sending.
-        tokens: Tokens of those steps.
-    """
+    """Unsent progress on a fragment since a version, or since the last sending; and its newest announced version."""
 
     version: int = 0
     newest: int = 0

@@ -20,13 +20,7 @@ from archipelago.islands.user_loop.tree import TreeLayout
 
 
 class TaskModel:
-    """The model of a task: its tensors, and its functions of parameters by name.
-
-    Models are equal if they compile to the same programs.
-
-    Attributes:
-        tensors: The tensors that are trained and merged.
-    """
+    """The model of a task: tensors, and functions by name. Models are equal if they compile to the same programs."""
 
     def __init__(self, named: NamedTask, seed: int) -> None:
         """Keep the names and shapes of what `init` returns.

@@ -30,12 +30,7 @@ LOST = "lost"
 
 @dataclass(frozen=True)
 class Draft:
-    """A measured contribution that the link has yet to encode.
-
-    Attributes:
-        header: The contribution, without the size and the digest of its payload.
-        elements: The number of the fragment's elements.
-    """
+    """A measured contribution that the link has yet to encode. Its header lacks the payload's size and digest."""
 
     header: Contribution
     parts: Parts
