@@ -44,6 +44,7 @@ class LocalSGD:
         """Note what to join.
 
         Args:
+            accelerator: It has prepared the model and its optimisers.
             local_sgd_steps: The steps between two syncs of a fragment (`SyncConfig.interval`) if this creates the run.
             name: The name of the run; None for $ARCHIPELAGO_RUN, or else `local-sgd`.
             url, steps, **options: As in `TrainerIsland`.
