@@ -120,6 +120,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
+    """Return the memory that a process has now."""
     with _alive(pid):
         return int(psutil.Process(pid).memory_info().rss)
 

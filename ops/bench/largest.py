@@ -102,6 +102,7 @@ class Predicted(NamedTuple):
 
     @property
     def together_bytes(self) -> int:
+        """The memory of all processes together."""
         return self.islands_bytes + self.cycle.merger_bytes + self.cycle.redis_first_bytes
 
 

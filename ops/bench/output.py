@@ -46,6 +46,7 @@ def compared(first: Sequence[float], second: Sequence[float]) -> Compared:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -104,6 +104,7 @@ class SyncOptions(OutputOptions):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """The shape of each tensor."""
         return (max(1, round(self.parameters / TENSORS / COLUMNS)), COLUMNS)
 
 

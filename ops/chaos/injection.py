@@ -52,6 +52,7 @@ class FaultTarget:
 
     @property
     def pid(self) -> int:
+        """The process ID of the newest process."""
         return self.process.pid
 
     def signal(self, number: signal.Signals) -> None:

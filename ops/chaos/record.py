@@ -93,6 +93,7 @@ class StormRecord:
 
     @property
     def seconds(self) -> float:
+        """Length of the window."""
         return self.end - self.begin
 
     @property

@@ -97,6 +97,7 @@ class RunCollector:
         self._view = view
 
     def collect(self) -> Iterator[Metric]:
+        """Yield one family for each metric."""
         view, labels = self._view, {"run": self._view.run}
         load = max((load for _, load in merge_loads(view)), key=lambda each: each.busy, default=None)
         for table, source in ((RUN, view), (COUNTERS, view.counters), (LOAD, load)):

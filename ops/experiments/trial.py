@@ -127,6 +127,7 @@ class Trial:
 
     @property
     def key(self) -> str:
+        """The identity of the trial."""
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 

@@ -84,6 +84,7 @@ class Administrator:
 
     @property
     def _reader(self) -> ReaderClient:
+        """A reader of the whole run."""
         return opened(self.transport)[1].reader
 
     def _kept_key(self) -> str:

@@ -171,10 +171,12 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The process ID of the newest process."""
         assert self.process is not None  # noqa: S101
         return self.process.pid
 
     def alive(self) -> bool:
+        """Return whether the process runs."""
         return self.process is not None and self._poll() is None
 
     def stop(self, seconds: float) -> None:
@@ -217,6 +219,7 @@ class Child:
         return message_of(lines[-1]) if lines else ""
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
+        """Return the last lines of the log."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-count:]
         except OSError:

@@ -190,6 +190,7 @@ class SpectraLoad:
         return max(1.0, self.share / SHARE_MAX)
 
     def describe(self) -> str:
+        """Return the cost in words."""
         return f"spectra take {seconds_text(self.seconds)} a cycle, {self.share:.0%} of the interval"
 
 

@@ -302,6 +302,7 @@ def tokens_of(tokens: str, parameters: int) -> int:
 
 
 def page(options: PlanOptions, found: RunPlan) -> list[str]:
+    """Return the lines of the page."""
     way, need, fleet = found.way, found.load, found.fleet
     interval_seconds = way.interval * found.step_seconds
     fails, settings = seconds_text(options.hours_between * 3600), f"--sync.interval {way.interval}"

@@ -113,6 +113,7 @@ class PaperRow(NamedTuple):
 
     @property
     def label(self) -> str:
+        """The name of the row in the table."""
         if self.islands > 1:
             return f"M = {self.islands}"
         return "M = 1, elastic" if self.elastic else "M = 1, not elastic"
@@ -157,6 +158,7 @@ class PaperLink(NamedTuple):
 
     @property
     def label(self) -> str:
+        """The name of the row in the table."""
         kind = "data-parallel" if self.data_parallel else f"M = 8, {'bf16' if self.bits == 16 else 'int4'}"
         return f"{self.step_seconds:g} s, {self.sites} sites, {kind}"
 

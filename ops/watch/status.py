@@ -183,6 +183,7 @@ def _event_line(event: Event, now: float) -> Text:
 
 
 def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
+    """Return the state line in colours."""
     style = _MOOD_STYLES[state.urgency if state.sentence else state.mood]
     text = Text(printable(state.text), style="" if style == "dim" else style)
     text.stylize(f"bold {_MOOD_STYLES[state.mood]}", 0, len(state.word))

@@ -120,6 +120,7 @@ class WeightFiles:
             )
 
     def _remedy(self, wanted: Mapping[str, tuple[int, ...]]) -> str:
+        """Return what to do when tensors do not fit."""
         ours, theirs = wanted.get("embedding", ()), self.held.get("embedding")
         if theirs and len(ours) == 2 and len(theirs.our_shape) == 2:
             rows, width = theirs.our_shape
@@ -206,6 +207,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def damaged(file: Path, error: Exception) -> DataError:
+    """Return the error that a file of weights is damaged."""
     return DataError(
         f"{file} cannot be read as safetensors ({error!s:.200})",
         "It may be incomplete. Restore it from a copy.",
