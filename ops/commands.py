@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import importlib.metadata
 import io
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +34,14 @@ class Verb(NamedTuple):
     summary: str
 
     @property
+    def module(self) -> Any:
+        """Its module, which has `main(options) -> int`."""
+        return importlib.import_module(f"archipelago.{self.place.partition(':')[0]}")
+
+    @property
     def options(self) -> Any:
-        """The dataclass of its options. Its docstring is the verb's help, and its module has `main(options) -> int`."""
-        return pkgutil.resolve_name(f"archipelago.{self.place}")
+        """The dataclass of its options, whose docstring is the verb's help."""
+        return getattr(self.module, self.place.partition(":")[2])
 
 
 class VerbGroup(NamedTuple):
@@ -178,7 +183,7 @@ def run(args: Sequence[str], begin: Callable[[], None] = lambda: None) -> int:
         if isinstance(verb, Verb):
             options = parse(verb.options, program, args)
             begin()
-            return int(sys.modules[verb.options.__module__].main(options))
+            return int(verb.module.main(options))
         verbs, summary = verb
     return _overview(program, summary, verbs, args)
 
