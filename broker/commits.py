@@ -75,7 +75,12 @@ def next_id(entry: str) -> str:
 
 
 def tape_kept(entry_bytes: int, needed: int) -> int:
-    """Return how many entries the tape keeps, by their size; a merger that starts may need the `needed` newest."""
+    """Return how many entries the tape keeps, so that its bytes are bounded, too.
+
+    Args:
+        entry_bytes: The size of its newest entry.
+        needed: How many of the newest rounds a merger that starts may have to merge again.
+    """
     return max(needed, min(TAPE_KEPT, TAPE_BYTES // max(1, entry_bytes)))
 
 
@@ -223,7 +228,13 @@ class Renewal(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a merger sees when it looks: entries that have arrived, and, if asked for, requests and heartbeats."""
+    """What a merger sees when it looks at its shard.
+
+    Attributes:
+        deliveries: Entries that have arrived.
+        control: The operator's requests; None unless they were asked for.
+        presences: The heartbeats of the islands; None unless they were asked for.
+    """
 
     deliveries: Sequence[Delivery]
     control: Mapping[str, str] | None = None

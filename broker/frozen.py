@@ -31,7 +31,12 @@ class FrozenTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenValues:
-    """A tensor that is not trained, in an island's memory. `pieces` returns its elements in row-major order."""
+    """A tensor that is not trained, in the memory of an island.
+
+    Attributes:
+        pieces: Returns its elements in row-major order, piece by piece, so that few of them are in the memory of the
+            host at a time.
+    """
 
     name: str
     shape: tuple[int, ...]

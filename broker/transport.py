@@ -259,7 +259,11 @@ class IslandClient(Protocol):
         """Return the ranges that `me` still holds. It loses a range when the pass ends or another island leases it."""
 
     def lease_evaluation(self, me: str, seconds: float) -> bool:
-        """Take or extend the lease on evaluating; 0 seconds ends it. Return whether `me` (NAME/INCARNATION) has it."""
+        """Take or extend the lease on evaluating the run, for `me` (island/incarnation). 0 seconds ends it.
+
+        Returns:
+            Whether `me` holds it now. At most one island does, until its lease expires.
+        """
 
     def register_corpus(self, name: str, digest: str) -> str:
         """Return the digest that the run has stored for this corpus. For a new name it stores this digest."""

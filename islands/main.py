@@ -56,7 +56,12 @@ def entry() -> int:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The island that a standby becomes: arguments beside its own, environment, and the file for its output, if any."""
+    """The island that a standby becomes.
+
+    Attributes:
+        arguments: The arguments of `archipelago island`, in addition to those of the standby.
+        log: The file that replaces standard output and error; empty keeps them.
+    """
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -150,7 +150,14 @@ class Leading:
             self._rounds = None  # another checkpoint will be needed
 
     def lacks(self, closed: int) -> bool:
-        """Return whether the last checkpoint may lack a part, or rounds of another shard. Raises ArchipelagoError."""
+        """Return whether the last checkpoint lacks a part, or may lack rounds of another shard.
+
+        Args:
+            closed: The last closed round of shard 0.
+
+        Raises:
+            ArchipelagoError: That cannot be found out now.
+        """
         rounds = self._last_rounds()
         is_empty = not closed and not any(rounds)
         return not is_empty and (rounds != self._rounds or bool(self._missing(self._number)))

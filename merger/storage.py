@@ -310,7 +310,14 @@ def _about(manifest: Manifest) -> dict[str, str]:
 
 @contextmanager
 def fetched(address: str) -> Iterator[MergerFolder]:
-    """Yield a temporary folder with the newest checkpoint of a bucket, if there is one. Raises BucketError."""
+    """Yield a temporary folder with the newest checkpoint of a bucket, if there is one.
+
+    Args:
+        address: The folder of a merger in a bucket, or that of its run.
+
+    Raises:
+        BucketError: The bucket cannot be read.
+    """
     with tempfile.TemporaryDirectory(prefix="archipelago-") as temporary:
         folder = MergerFolder(Path(temporary), bucket=BucketFolder(address))
         folder.fetch()

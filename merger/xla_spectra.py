@@ -104,7 +104,12 @@ def padded(x_SC: Matrix, device: jax.Device) -> Array:
 
 
 class Trial(NamedTuple):
-    """XLA's way if it is faster than numpy on a trial, with the same bits; and the operations a second of a thread."""
+    """How XLA and numpy change a trial matrix on this machine's processor.
+
+    Attributes:
+        power: XLA's way, or None where numpy is faster or has other bits.
+        rate: The operations a second of one thread, by the better way.
+    """
 
     power: Power | None
     rate: float

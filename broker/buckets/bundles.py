@@ -115,7 +115,15 @@ class Bundles:
                 self.folder.delete(name)
 
     def fetch_newer(self, folder: Path, newest: int) -> None:
-        """Download the newest sound bundle with a number above `newest`. Raises BucketError, or OSError of the disk."""
+        """Download the newest sound bundle into a folder, as a folder named by its number.
+
+        Args:
+            newest: The newest number that the disk has; -1 if it has none. Only a greater one is downloaded.
+
+        Raises:
+            BucketError: The bucket cannot be read.
+            OSError: The disk refuses it.
+        """
         for number in reversed([number for number in self.numbers() if number > newest]):
             try:
                 with progress(f"downloading checkpoint {number} from {self.folder}"):

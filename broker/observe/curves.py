@@ -42,7 +42,12 @@ Sample = Callable[[], "tuple[int, Mapping[str, float]] | None"]
 
 
 class CurveWriter:
-    """Writes points to `file`, and asks `sample` for more. While the file fails, it warns once and drops points."""
+    """A writer of points. While the file fails, it warns once and drops points.
+
+    Args:
+        file: Where the points go; None drops them.
+        sample: Is asked for a point every `every_seconds`.
+    """
 
     def __init__(
         self, file: EventFile | None, sample: Sample | None = None, every_seconds: float = SAMPLE_SECONDS

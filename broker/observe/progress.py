@@ -23,7 +23,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Activity:
-    """Something that takes a while, in words such as `loading the model`. `total` is 0 if it is not known."""
+    """Something that takes a while.
+
+    Attributes:
+        what: The activity in words, such as `loading the model`.
+        total: The number of parts that it has; 0 if that is not known.
+        done: The number of parts that are done.
+    """
 
     what: str
     total: int = 0

@@ -46,7 +46,12 @@ _CHUNKS_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}")
 
 
 class ChunkStore:
-    """The payloads that a run's mergers, or one island, have stored, each of at most `payload_max()` bytes."""
+    """The payloads of one run that the mergers, or one island, have stored.
+
+    Args:
+        payload_max: Returns the size in bytes of the largest payload that the run's manifest allows.
+        prefix: What the keys of the chunks begin with; by default those of the mergers.
+    """
 
     def __init__(self, connection: RedisConnection, payload_max: Callable[[], int], prefix: str = "") -> None:
         self._connection = connection

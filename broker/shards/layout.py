@@ -16,7 +16,15 @@ SHARDS_MAX = 64
 
 
 def dealt(sizes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
-    """Deal fragments out by size: the largest first, each to the lightest shard. None is empty; each is in order."""
+    """Deal fragments out to shards of similar size: each fragment, largest first, goes to the lightest shard.
+
+    Args:
+        sizes: The elements of each fragment.
+        shards: The number of shards, at most that of the fragments.
+
+    Returns:
+        The fragments of each shard, in ascending order. No shard is empty.
+    """
     hands: list[list[int]] = [[] for _ in range(shards)]
     loads = [0] * shards
     for fragment in sorted(range(len(sizes)), key=lambda p: (-sizes[p], p)):

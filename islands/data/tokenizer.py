@@ -152,7 +152,14 @@ def byte_tokenizer() -> TextTokenizer:
 
 
 def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
-    """Learn byte-level BPE (GPT-2, Radford et al. 2019), bytes included. Raises DataError (`tokenizer.bad-name`)."""
+    """Learn byte-level BPE (GPT-2, Radford et al. 2019).
+
+    Args:
+        vocabulary: The number of tokens. The 256 bytes are among them, so that any text can be encoded.
+
+    Raises:
+        DataError: The text has too few pairs for that vocabulary (`tokenizer.bad-name`).
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())

@@ -74,7 +74,12 @@ class StateEntry:
 
 
 class OptimizerState:
-    """Gives and takes the state of one script's optimisers, as far as peers can use it (`can_travel`)."""
+    """Gives and takes the state of one script's optimisers.
+
+    Attributes:
+        can_travel: Whether a peer can use this state.
+        entries: All values of the state, once they are known.
+    """
 
     def __init__(self, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> None:
         """Note the optimisers. Raises ConfigError (`loop.argument`) for one with none of the module's parameters."""

@@ -39,7 +39,15 @@ class ProcessTeam(Team):
     """
 
     def __init__(self, mesh: Any, group: Any, device: Any, call: str) -> None:
-        """Make the groups, in all processes at once. Raises ConfigError (`loop.not-together`) if their calls differ."""
+        """Make the groups. All processes of the island do this at the same time.
+
+        Args:
+            group: The process group of DistributedDataParallel, without a mesh.
+            call: The call that all processes make, in words.
+
+        Raises:
+            ConfigError: The processes make different calls (`loop.not-together`).
+        """
         self.mesh, self._group, self.ranks = mesh, group, ranks_of(mesh, group)
         self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self.on_host = self.courier = Courier(self._messages, self.ranks)

@@ -105,7 +105,12 @@ class Ranges(Protocol):
 
 
 def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:
-    """Return the error (`loop.not-finite`) for the parameters found, or for the candidates if none can be read."""
+    """Return the error (`loop.not-finite`) for parameters with NaN or infinity.
+
+    Args:
+        found: The names of those with NaN or infinity; empty if they cannot be read any more.
+        candidates: The names of those that may have it.
+    """
     where = f"the tensor {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:4])}"
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return DivergedError(

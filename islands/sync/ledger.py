@@ -24,7 +24,14 @@ AHEAD_STEPS_MIN = 64
 
 @dataclass
 class FragmentCount:
-    """Unsent progress on a fragment since a version, or since the last sending; and its newest announced version."""
+    """Unsent progress on one fragment.
+
+    Attributes:
+        version: The version from which the progress is measured.
+        newest: The newest version that was announced.
+        steps: Inner steps since that version or since the last sending.
+        tokens: Tokens of those steps.
+    """
 
     version: int = 0
     newest: int = 0
@@ -61,7 +68,12 @@ class ShardRounds:
 
 
 class Ledger:
-    """The counts of one island. `merged_step` is the run's step at the newest merge that the island knows of."""
+    """The counts of one island.
+
+    Attributes:
+        global_step: The clock of the learning-rate schedule.
+        merged_step: The run's step at the newest merge that the island knows of.
+    """
 
     def __init__(self, island: str, incarnation: str, layout: Layout, interval: int, window: int) -> None:
         self.island = island
@@ -127,9 +139,13 @@ class Ledger:
                 pass
 
     def resumed(self, of: int, closed: int, unresolved: Collection[int]) -> None:
-        """Continue after round `closed`, where the merger of a shard has resumed. Contributions may be `unresolved`.
+        """Continue after round `closed`, where the merger of a shard has resumed.
 
         If the island knew of later rounds, the broker has lost them.
+
+        Args:
+            of: The shard.
+            unresolved: The rounds of undecided contributions to it.
         """
         shard = self.shards[of]
         if closed < shard.closed:

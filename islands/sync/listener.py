@@ -91,7 +91,12 @@ class _Channel(NamedTuple):
 
 
 class Receiver:
-    """What a listener receives, in threads or when its owner runs its pumps. `changed` tells of news and faults."""
+    """What a listener receives, in threads or when the owner runs its pumps.
+
+    Attributes:
+        changed: Notified when something has arrived, or failed.
+        is_over: Whether the run is finished, and everything that it merged has arrived.
+    """
 
     def __init__(self, transport: Transport, manifest: Manifest, clock: Callable[[], float] = time.monotonic) -> None:
         self._primary, self.manifest, self._transport = transport, manifest, whole(transport, manifest)

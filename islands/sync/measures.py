@@ -67,7 +67,12 @@ class Speed:
 
 @dataclass
 class Losses:
-    """The losses of steps: the mean that was taken last, NaN without one, and how many in a row were not finite."""
+    """The losses of the inner steps since the last contribution.
+
+    Attributes:
+        mean: The mean loss that was taken last; NaN if it was not finite, or before the first one.
+        diverged: How many of the newest losses in a row were not finite.
+    """
 
     mean: float = math.nan
     diverged: int = 0
@@ -116,7 +121,13 @@ FRESH_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes in use by this process, its host and its devices, and the limits; 0 where these are not reported."""
+    """Bytes in use, and the limits; 0 where the machine does not report them.
+
+    Attributes:
+        process: Resident memory of this process.
+        host: Memory in use on the host, by all processes.
+        device: Memory in use on this process's devices, by this process.
+    """
 
     process: int = 0
     host: int = 0

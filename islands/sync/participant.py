@@ -181,7 +181,11 @@ class Participant:
             self.losses.add(loss)
 
     def boundary(self) -> None:
-        """Process events, adopt snapshots and send contributions: the second half of `turn`. Raises DivergedError."""
+        """Process received events, adopt snapshots and send contributions, as the second half of `turn`.
+
+        Raises:
+            DivergedError: The newest losses or the parameters are not finite.
+        """
         if self.link.pumps.failure is not None:
             raise self.link.pumps.failure
         self._require_finite_loss()

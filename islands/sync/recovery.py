@@ -119,6 +119,8 @@ def decode(handover: Handover, payload: bytes, like: Sequence[Any], layout: NDAr
     """Return the arrays in a payload.
 
     Args:
+        handover: The message that announces the payload.
+        payload: What a peer sent.
         like: Arrays of the expected shapes and dtypes.
         layout: The digest of the layout that must come before them.
 

@@ -182,7 +182,12 @@ class AssembledPart:
     """One of a codec's arrays, whose pieces were encoded on several devices. The host puts them together."""
 
     def __init__(self, index: int, chosen: Codec, plan: SlicePlan, encoded: jax.Array) -> None:
-        """Note one of the codec's arrays, which the devices along the plan's axes have encoded."""
+        """Note what the devices have encoded.
+
+        Args:
+            index: Which of the codec's arrays it is.
+            encoded: This array of all devices along the plan's axes.
+        """
         self._index, self._codec, self._plan, self._encoded = index, chosen, plan, encoded
 
     def copy_to_host_async(self) -> None:

@@ -208,7 +208,14 @@ class _Planner:
 
 
 def plan_slices(rows: Rows, placed: Sequence[TensorAxes], mesh: Mapping[str, int], block: int) -> SlicePlan:
-    """Return the slices of a fragment, from its tensors, their places, the mesh and the block of a codec."""
+    """Return the slices of a fragment.
+
+    Args:
+        rows: The fragment's tensors with their offsets.
+        placed: Where each tensor is.
+        mesh: The size of each axis.
+        block: The elements of a block of the codec.
+    """
     sliced = [spread_of(*row, where, mesh, block) for row, where in zip(rows, placed, strict=True)]
     spread = [one for one in sliced if one is not None]
     axes = tuple(axis for axis in mesh if any(axis in one.axes for one in spread))

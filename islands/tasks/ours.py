@@ -76,7 +76,14 @@ def _loss_of(config: ModelConfig) -> Callable[[Params, jax.Array], Any]:
 
 
 def task_here(manifest: Manifest, batch_size: int = 0) -> OurTask:
-    """Return the task of a run of our models, on this machine's text. Raises MismatchError if that is not the run's."""
+    """Return the task of a run of our models, on the text of this machine.
+
+    Args:
+        batch_size: The sequences of the island's inner step; 0 for those of the run.
+
+    Raises:
+        MismatchError: The text, or what this code makes of the settings, is not the run's.
+    """
     config, corpus = manifest.config, training_text(manifest)
     if batch_size:
         config = replace(config, data=replace(config.data, batch_size=batch_size))

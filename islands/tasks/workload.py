@@ -133,7 +133,11 @@ def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
 
 
 def require_trainable(work: Workload) -> None:
-    """Draw a batch of a task, trace its loss and optimiser, and evaluate its first parameters. Raises ConfigError."""
+    """Draw one batch of a task, trace its loss and its optimiser, and evaluate its first parameters.
+
+    Raises:
+        ConfigError: A part of the task is wrong. The code names the part.
+    """
     params = work.model.init()
     batch = work.supply(TaskRun("check", 0)).sample(1)
     # The loss names itself where it fails. What remains is an optimiser whose new state is not like its old one.

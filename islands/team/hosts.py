@@ -38,7 +38,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostRank:
-    """The rank of this process among those of its island (the leader has 0), and where JAX's coordinator is."""
+    """The rank of this process among those of its island.
+
+    Attributes:
+        address: The address of JAX's coordinator, on the host of the leader.
+        hosts: The number of processes.
+        rank: The number of this one. The leader is 0.
+    """
 
     address: str
     hosts: int

@@ -39,7 +39,11 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         self._synced = self._examples = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give the trainer and its schedules the run's length. Raises ConfigError (`trainer.option`)."""
+        """Let the trainer run as long as the run does, and let schedules know its length.
+
+        Raises:
+            ConfigError: The trainer does what an island cannot (`trainer.option`).
+        """
         if (strategy := type(trainer.strategy).__name__) in REFUSED:
             raise refused(
                 f"{strategy} keeps the parameters in a form that is not merged",

@@ -38,7 +38,11 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         self._seen = self._scheduled = 0
 
     def on_init_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
-        """Let the trainer run as long as the run does. Raises ConfigError (`trainer.option`)."""
+        """Let the trainer run as long as the run does.
+
+        Raises:
+            ConfigError: The trainer does what an island cannot (`trainer.option`).
+        """
         if args.deepspeed:
             raise refused("DeepSpeed keeps the parameters in a form that is not merged", "Use FSDP2 or DDP.")
         if args.load_best_model_at_end:

@@ -23,7 +23,15 @@ Evaluate = Callable[[Any], Any]
 
 
 def checked_loss(value: Any, source: str) -> float:
-    """Return a held-out loss as a number, for which this may wait. Raises ConfigError (`loop.argument`)."""
+    """Return a held-out loss as a number.
+
+    Args:
+        value: A number, or an array or tensor of one element, for which this waits.
+        source: The part of the script that gives it, for the error.
+
+    Raises:
+        ConfigError: It is no finite number (`loop.argument`).
+    """
     try:
         loss = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers gives any of these

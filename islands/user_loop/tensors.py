@@ -19,7 +19,14 @@ NAMED_MAX = 4
 
 
 def kinds_by(kinds: str | KindOf) -> KindOf:
-    """Return the function from a name to its kind; a pattern finds embeddings. Raises ConfigError (`loop.argument`)."""
+    """Return the function from a tensor's name to its kind.
+
+    Args:
+        kinds: Such a function, or a regular expression that is found in the names of embeddings, in any case.
+
+    Raises:
+        ConfigError: The expression cannot be read (`loop.argument`).
+    """
     if not isinstance(kinds, str):
         return lambda name: _checked(kinds(name), name)
     pattern = _pattern("kinds", kinds)
@@ -102,7 +109,14 @@ _REMEDY = (
 
 
 def trained_by(trained: Trained) -> IsTrained:
-    """Return what tells by name whether a tensor is trained. Raises ConfigError (`loop.argument`) for a bad pattern."""
+    """Return the function from a tensor's name to whether it is trained.
+
+    Args:
+        trained: Such a function, or a regular expression that is found in the names, in any case.
+
+    Raises:
+        ConfigError: It is something else, or the expression cannot be read (`loop.argument`).
+    """
     if not isinstance(trained, str):
         if not callable(trained):
             raise ConfigError(f"`trained` is {trained!r:.60}", _REMEDY, code="loop.argument")

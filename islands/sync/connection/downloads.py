@@ -26,14 +26,22 @@ class Arrival:
 
 
 class Downloads:
-    """Reads fragments of a run or shard. `built` hears of each version that was built, the oldest first."""
+    """Reads fragments of a run or shard, and measures how long that takes.
+
+    Attributes:
+        built: Called with each version of a fragment that was built, the oldest first. Listeners need all of them.
+    """
 
     def __init__(self, reader: ReaderClient, manifest: Manifest, uplink: Uplink, clock: Callable[[], float]) -> None:
         self._reader, self._manifest, self._uplink, self._clock = reader, manifest, uplink, clock
         self.built: Callable[[Arrival], object] = lambda arrival: None
 
     def whole(self, p: int) -> Arrival:
-        """Download the newest full snapshot of a fragment and the differences after it. Raises WireError."""
+        """Download the newest full snapshot of a fragment and the differences after it.
+
+        Raises:
+            WireError: A payload is missing, or was not announced.
+        """
         began = self._clock()
         found = newest(self._reader, self._manifest, p)
         self._uplink.received(found.bytes, began, self._clock())
@@ -51,6 +59,8 @@ class Downloads:
         """Build the newest announced version from a held one and all differences since.
 
         Args:
+            held: The version to begin with.
+            announced: The newer versions.
             goes_on: Called between two downloads. It returns False if the run went back meanwhile.
 
         Returns:

@@ -76,7 +76,12 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Create a link whose threads do not run yet. The island may read the `ranges` of text, in this order."""
+        """Create a link whose threads do not run yet.
+
+        Args:
+            who: The island and its incarnation, `NAME/INCARNATION`.
+            ranges: The ranges of the text that the island may read, in its order of preference.
+        """
         self.transport, self.manifest, self.who, self.clock = transport, manifest, who, clock
         self.uplink = Uplink()
         self.unsound: list[int] = []
