@@ -37,6 +37,7 @@ from archipelago.broker.transport import (
     Around,
     Arrived,
     Memory,
+    MergerStatus,
     Standby,
     unwatched,
 )
@@ -217,7 +218,7 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return run.is_served(self._broker.clock())
 
-    def merger_status(self) -> None:
+    def merger_status(self) -> MergerStatus | None:
         return None
 
     def standbys(self) -> list[Standby]:

@@ -17,7 +17,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COUNT_MAX,
     Counters,
-    Evaluation,
     Event,
     Note,
     Pending,
@@ -25,7 +24,6 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
-from archipelago.broker.presence import Presence
 from archipelago.broker.transport import Arrived, Memory, MergerStatus, ReaderClient, Standby, unwatched
 
 #: Of more things than this, messages say only how many there are.
@@ -67,7 +65,11 @@ class ShardedReader:
     """
 
     def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
-        self._readers, self._primary, self._layout = readers, readers[0], manifest.shard_layout
+        first = readers[0]
+        self._readers, self._primary, self._layout = readers, first, manifest.shard_layout
+        self.runs, self.uid, self.presences, self.cursors = first.runs, first.uid, first.presences, first.cursors
+        self.evaluations, self.record_evaluation = first.evaluations, first.record_evaluation
+        self.control, self.note = first.control, first.note
         #: The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any.
         self.away: dict[int, str] = {}
 
@@ -79,33 +81,8 @@ class ShardedReader:
         """Return the reader of the shard that has the fragment."""
         return self._readers[self._layout.shard_of(fragment + 1)]
 
-    # -- the run, from shard 0 ----------------------------------------------------------------------------------------
-
-    def runs(self) -> list[str]:
-        return self._primary.runs()
-
     def manifest(self) -> Manifest:
         return self._primary.manifest().of_shard(None)
-
-    def uid(self) -> str | None:
-        return self._primary.uid()
-
-    def presences(self) -> list[Presence]:
-        return self._primary.presences()
-
-    def evaluations(self) -> list[Evaluation]:
-        return self._primary.evaluations()
-
-    def record_evaluation(self, evaluation: Evaluation) -> None:
-        self._primary.record_evaluation(evaluation)
-
-    def control(self) -> dict[str, str]:
-        return self._primary.control()
-
-    def note(self, note: Note) -> None:
-        self._primary.note(note)
-
-    # -- all shards ---------------------------------------------------------------------------------------------------
 
     def instance(self) -> str:
         return " ".join(reader.instance() for reader in self._readers)
@@ -145,9 +122,6 @@ class ShardedReader:
     def pending(self) -> Pending:
         found = self._each(lambda reader: reader.pending()).values()
         return Pending(sum(each.contributions for each in found), sum(each.tokens for each in found))
-
-    def cursors(self) -> dict[str, tuple[int, int]]:
-        return self._primary.cursors()
 
     def tape(self, count: int) -> list[TapeEntry]:
         found: list[tuple[float, TapeEntry]] = []

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
 from archipelago.broker.errors import BrokerError, UnreachableError
-from archipelago.broker.messages import Counters
+from archipelago.broker.memory.transport import MemoryReader
+from archipelago.broker.messages import Counters, Snapshot
 from archipelago.broker.shards.reader import RETRY_SECONDS, DisplayReader
-from archipelago.broker.transport import MergerStatus, ReaderClient
+from archipelago.broker.transport import MergerStatus
 from tests import samples
 from tests.failing import failing
 
 MANIFEST = replace(samples.manifest(), shards=2)
 
 
-class Shard:
+class Shard(MemoryReader):
     """The reader of a shard, which can be away, and counts the calls that reach for its server."""
 
     def __init__(self, merged: int) -> None:
@@ -43,10 +43,10 @@ class Shard:
         self._call()
         return True
 
-    def steer(self, changes: dict[str, str]) -> None:
+    def steer(self, changes: Mapping[str, str]) -> None:
         self._call()
 
-    def heads(self) -> list[None]:
+    def heads(self) -> list[Snapshot | None]:
         self._call()
         return [None]
 
@@ -58,8 +58,7 @@ class Reading:
         self.now, self.hangs = 100.0, False
         self.home, self.other = Shard(1), Shard(20)
         self.attempts: list[Callable[[], None]] = []
-        readers = [cast(ReaderClient, shard) for shard in (self.home, self.other)]
-        self.reader = DisplayReader(readers, MANIFEST, lambda: self.now, self._aside, 0.0)
+        self.reader = DisplayReader([self.home, self.other], MANIFEST, lambda: self.now, self._aside, 0.0)
 
     def _aside(self, attempt: Callable[[], None]) -> None:
         if self.hangs:
@@ -152,8 +151,7 @@ def test_all_shards_are_asked_at_the_same_time() -> None:
             both.wait()
 
     both = threading.Barrier(2)
-    readers = [cast(ReaderClient, Waiting(1)), cast(ReaderClient, Waiting(20))]
-    assert DisplayReader(readers, MANIFEST, patience_seconds=60.0).counters().merged == 21
+    assert DisplayReader([Waiting(1), Waiting(20)], MANIFEST, patience_seconds=60.0).counters().merged == 21
 
 
 def test_shard_0_writes_and_parameters_need_an_answer(away: Reading) -> None:

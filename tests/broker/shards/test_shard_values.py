@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
 from archipelago.broker.errors import UnreachableError
+from archipelago.broker.memory.transport import MemoryReader
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.reader import (
     ShardedReader,
@@ -17,7 +16,7 @@ from archipelago.broker.shards.reader import (
     combined_status,
     holders_in_words,
 )
-from archipelago.broker.transport import MergerStatus, ReaderClient
+from archipelago.broker.transport import MergerStatus
 from tests import samples
 
 
@@ -34,7 +33,7 @@ def test_counts_of_the_mergers_are_added_up() -> None:
     assert (found["accounts"], found["refused"], found["covered"]) == ({}, {}, 0), "unreadable ones count nothing"
 
 
-class Tape:
+class Tape(MemoryReader):
     """A reader of a shard that has closed every second round, from `first` on, at these times."""
 
     def __init__(self, first: int, *seconds: float) -> None:
@@ -47,7 +46,7 @@ class Tape:
 
 def test_the_rounds_of_a_shard_stay_in_order_when_a_merger_with_a_slower_clock_takes_over() -> None:
     manifest = replace(samples.manifest(), shards=2)
-    readers = cast(Sequence[ReaderClient], [Tape(1, 1.0, 5.0, 3.0, 4.0, 7.0), Tape(2, 2.0, 6.0)])
+    readers = [Tape(1, 1.0, 5.0, 3.0, 4.0, 7.0), Tape(2, 2.0, 6.0)]
     found = [entry.round for entry in ShardedReader(readers, manifest).tape(9)]
     assert found == [1, 2, 3, 5, 7, 4, 9]
     assert [entry.round for entry in ShardedReader(readers, manifest).tape(2)] == [4, 9]
@@ -65,7 +64,7 @@ def test_mergers_are_named_with_their_shards() -> None:
     assert combined_status([MergerStatus("m"), None]) is None
 
 
-class _Served:
+class _Served(MemoryReader):
     """The reader of a shard, which knows whether a merger serves it, or cannot be reached (None)."""
 
     def __init__(self, served: bool | None) -> None:
@@ -80,7 +79,7 @@ class _Served:
 def test_a_further_shard_that_is_away_is_not_served() -> None:
     manifest = replace(samples.manifest(), shards=2)
     for home in (True, False):
-        readers = [cast(ReaderClient, _Served(served)) for served in (home, None)]
+        readers = [_Served(served) for served in (home, None)]
         assert ShardedReader(readers, manifest).is_served() is home
         with pytest.raises(UnreachableError):
             ShardedReader(readers[::-1], manifest).is_served()
