@@ -14,6 +14,7 @@ import psutil
 
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.transport import connect
+from archipelago.islands.turn_log import STEP_VARIABLE
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import IslandView, RunView
 from tests.conftest import PATIENCE_SECONDS, gone
@@ -30,7 +31,8 @@ SETTINGS = [
 ]
 
 #: The shortest step of an island. Without a minimum, islands take all cores while a test waits for other processes.
-STEP_SECONDS = 0.05
+PACE = {STEP_VARIABLE: "0.05"}
+UNPACED = {STEP_VARIABLE: "0"}
 
 
 class Processes:
@@ -47,18 +49,17 @@ class Processes:
         self.all: list[subprocess.Popen[str]] = []
 
     def start(self, verb: str, *args: str, **environment: str) -> subprocess.Popen[str]:
-        """Start `archipelago` with these arguments. Islands rest after each step, so that they leave time to others."""
-        paced = [f"--step-seconds-min={STEP_SECONDS}"] if verb == "island" else []
-        return self.python("-P", "-m", "archipelago", verb, *args, *paced, **environment)
+        """Start `archipelago` with these arguments."""
+        return self.python("-P", "-m", "archipelago", verb, *args, **environment)
 
     def python(self, *args: str, **environment: str) -> subprocess.Popen[str]:
-        """Start Python with these arguments."""
+        """Start Python with these arguments. Islands rest after each step, so that they leave time to others."""
         log = self.folder / f"process-{len(self.all)}.log"
         with log.open("w") as said:
             process = subprocess.Popen(
                 [*self.prefix, sys.executable, *args],
                 cwd=self.folder,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment, **environment},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **PACE, **self.environment, **environment},
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,

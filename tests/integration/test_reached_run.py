@@ -10,7 +10,7 @@ import pytest
 
 from archipelago.broker.process import connect_to
 from tests.conftest import Until
-from tests.harness.processes import Processes
+from tests.harness.processes import SETTINGS, Processes
 from tests.servers import redis_program
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -36,8 +36,9 @@ def test_an_invited_island_trains_until_it_is_revoked(
 ) -> None:
     hub, site = hub_and_site
     up = hub.start(
-        "up", "--open", "--host=localhost", "--run=demo", "--islands=1", "--no-one-process", "--inner.steps=100000"
-    )
+        "up", "--open", "--host=localhost", "--run=demo", "--islands=1", "--no-one-process", "--inner.steps=100000",
+        "--evaluate-every=2", *(each for each in SETTINGS if "corpus" not in each),
+    )  # fmt: skip
     until((hub.folder / "runs/demo/joins/island-0.join").exists, "the join files of our own processes")
     assert "archipelago island demo.NAME.join" in hub.said(up)
     joins = str(tmp_path / "oslo.join")

@@ -16,7 +16,7 @@ from archipelago.islands.checkpoint import FILE
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.watch.run_list import of_folder
 from tests.conftest import Until, gone
-from tests.harness.processes import SETTINGS, Processes, UpRun, children
+from tests.harness.processes import SETTINGS, UNPACED, Processes, UpRun, children
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -174,7 +174,7 @@ def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, u
     assert all(gone(each.pid) for each in started), "the Redis, the merger and the islands have ended"
     processes.ended(processes.start("up", "--run=bytes", steps), status=2)  # without its task, it cannot go on
 
-    found = processes.run(*args)
+    found = processes.run(*args, **UNPACED)
     assert found == run.report
     assert found["finished"]
     assert found["held_out_first"] > 5.4, "the untrained model knows 256 bytes"

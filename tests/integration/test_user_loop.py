@@ -16,7 +16,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.weights.export import find
 from tests import pytorch
 from tests.conftest import Until
-from tests.harness.processes import SETTINGS, Processes
+from tests.harness.processes import SETTINGS, UNPACED, Processes
 from tests.islands.user_loop.any_framework import served
 from tests.servers import empty_database
 
@@ -121,7 +121,7 @@ def test_an_example_trains_to_the_end_of_its_run(example: Example, scripts: Scri
     """One that fine-tunes sends adapters only."""
     for package in example.packages:
         pytorch.required(package)
-    island = scripts.python(*example.launcher, str(EXAMPLES / example.name), "oslo")
+    island = scripts.python(*example.launcher, str(EXAMPLES / example.name), "oslo", **UNPACED)
     until(lambda: scripts.beat("oslo") or island.poll() is not None, "the island to join")
 
     def has_learnt() -> bool:

@@ -140,13 +140,14 @@ def test_a_fine_product_is_right_to_24_bits(rows: int, terms: int, columns: int,
     np.testing.assert_allclose(found, left.astype(np.float64) @ right, rtol=2.0**-22, atol=terms * 2.0**-26)
 
 
-def test_xla_comes_to_the_bits_of_numpy() -> None:
+@pytest.mark.parametrize("exponent", [EXPONENTS[0], pytest.param(EXPONENTS[1], marks=pytest.mark.full)])
+def test_xla_comes_to_the_bits_of_numpy(exponent: float) -> None:
     """Also in sums that no int32 holds, in matrices of zeros and in those with few values."""
     random = np.random.default_rng(0)
     x_SC = random.uniform(-1.0, 1.0, (8, 70_000)).astype(np.float32)
     sparse_SC = np.where(random.random(x_SC.shape) < 0.001, x_SC, np.float32(0.0))
     odd_SC = random.standard_normal((37, 101), np.float32)  # is padded
-    for values, exponent in product_of((x_SC, sparse_SC, np.zeros_like(x_SC), odd_SC, odd_SC[:, :37]), EXPONENTS):
+    for values in (x_SC, sparse_SC, np.zeros_like(x_SC), odd_SC):
         found, expected = with_power(values, exponent, ON_CPU), with_power(values, exponent)
         assert np.array_equal(found.view(np.uint32), expected.view(np.uint32)), exponent
 
