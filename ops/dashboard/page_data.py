@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,9 @@ def charts_of(reading: RunReading, history: History) -> dict[str, Any]:
     """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
     unit, lines, islands = loss_unit(reading.view.manifest.corpus), history.lines(), history.losses()
     evaluations = thinned(reading.view.evaluations, ROWS_KEPT, itemgetter(-1))  # a mean would belong to no model
+    config = reading.view.manifest.config
+    schedule = replace(config.inner, steps=reading.view.steps)  # scripts and tasks have schedules of their own
+    lines["rate"] = [] if config.has_user_loops else [schedule.rate_at(step) for step in lines["step"]]
     for columns_of in islands.values():
         columns_of["loss"] = [unit.from_nats(value) for value in columns_of["loss"]]
     return {

@@ -41,6 +41,7 @@ class RoundRow(NamedTuple):
         live: The smallest number of live islands.
         participating: The smallest number of live islands that recent rounds had merged.
         unix_seconds: When the last of the rounds closed, by the merger's clock.
+        step: The global step after the last of the rounds.
     """
 
     round: float
@@ -50,6 +51,7 @@ class RoundRow(NamedTuple):
     live: float
     participating: float
     unix_seconds: float = math.nan
+    step: float = 0.0
 
 
 class IslandRow(NamedTuple):
@@ -185,7 +187,8 @@ class History:
         self._round = max(self._round, entry.round)
         self._mark(entry, closed)
         participating = min(live, len(set().union(*self._recent)))
-        self._trail.add(RoundRow(self._round, self._tokens, entry.loss, known, live, participating, closed))
+        row = RoundRow(self._round, self._tokens, entry.loss, known, live, participating, closed, entry.step)
+        self._trail.add(row)
         for member in entry.members:
             trail = self._losses.pop(member.island, None) or Trail(ISLAND_ROWS)
             self._losses[member.island] = trail  # The island that was merged longest ago stays first.

@@ -22,7 +22,7 @@ const Charts = (() => {
       gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { color: muted, size: 11 }, automargin: true,
       title: { font: { color: muted, size: 11.5 }, standoff: 6 }, nticks: 6,
     };
-    const { xaxis, yaxis, ...others } = changes;
+    const { xaxis, yaxis, yaxis2, ...others } = changes;
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
       margin: { l: 8, r: 10, t: 8, b: 8 }, hovermode: "x unified", uirevision: axis,
@@ -31,6 +31,7 @@ const Charts = (() => {
       hoverlabel: { bgcolor: colour("card"), bordercolor: line, font: { color: colour("text"), size: 12 } },
       xaxis: { ...side, showgrid: false, zeroline: false, ...xaxis, title: { ...side.title, ...xaxis?.title } },
       yaxis: { ...side, zeroline: false, ...yaxis, title: { ...side.title, ...yaxis?.title } },
+      ...(yaxis2 && { yaxis2: { ...side, zeroline: false, ...yaxis2, title: { ...side.title, ...yaxis2.title } } }),
       ...others,
     };
   }
@@ -112,6 +113,7 @@ const Charts = (() => {
 
   function learn() {
     const { lines, held_out: held } = data, x = along(lines), at = along(held);
+    const hasRate = lines.rate.length > 0; // drawn in a strip of its own below
     document.getElementById("unit").textContent = data.unit;
     const alone = axis === "tokens" ? data.one_process ?? [] : [], [tokens, single] = [0, 1].map((n) => alone.map((point) => point[n]));
     draw("chart-learn", [
@@ -122,8 +124,11 @@ const Charts = (() => {
       }),
       marks(lines, lines.smooth),
       line("one process, held-out", tokens, single, "s3", { line: { dash: "dash", width: 1.6 }, hovertemplate: "%{y:.4f}" }),
+      ...(hasRate ? [line("learning rate", x, lines.rate, "s0", { yaxis: "y2", line: { width: 1.6 }, hovertemplate: "%{y:.2e}" })] : []),
     ], {
-      xaxis: across([...x, ...at]), yaxis: fitted([[x, lines.smooth], [at, held.loss], [tokens, single]]),
+      xaxis: { ...across([...x, ...at]), ...(hasRate && { anchor: "y2" }) },
+      yaxis: { ...fitted([[x, lines.smooth], [at, held.loss], [tokens, single]]), ...(hasRate && { domain: [0.26, 1] }) },
+      ...(hasRate && { yaxis2: { domain: [0, 0.16], rangemode: "tozero", nticks: 2, exponentformat: "e" } }),
     }, nothing());
     const training = last(known(lines.smooth)), newest = last(known(held.loss));
     const then = lines.smooth[lines.round.findIndex((round) => round >= last(held.round))]; // training loss at that round
@@ -131,6 +136,7 @@ const Charts = (() => {
       ["s1", "training, smoothed", fixed(training, 4)], ["s2", "held-out", fixed(newest, 4)],
       ...(then && newest ? [["", "gap", fixed(newest - then, 3)]] : []),
       ...(single.length ? [["s3", "one process", fixed(last(single), 4)]] : []),
+      ...(hasRate ? [["s0", "learning rate", last(lines.rate).toExponential(1)]] : []),
       ...(data.marks.round.length ? [["s4", "steered, or taken over", "", true]] : []),
     ] : []);
   }
