@@ -169,7 +169,8 @@ def _synced_turn(island: Island, steps: int) -> TimedTurn:
         island.boundary()
     jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
     seconds = time.perf_counter() - began
-    while _is_busy(island):
+    inbox = island.link.channels[0].inbox
+    while _has_work(island.link) or island.ledger.staleness > 0 or inbox._arrivals:  # until all is merged and adopted
         settle(island.link)
         began = time.perf_counter()
         island.boundary()  # It adopts what has arrived, and may send contributions that the window held back.
@@ -200,11 +201,6 @@ def settle(link: Link) -> None:
 
 def _has_work(link: Link) -> bool:
     return bool(link.channels[0].outbox.unresolved_rounds() or link.channels[0].inbox._wanted)
-
-
-def _is_busy(island: Island) -> bool:
-    """Return whether any contribution of the island is not yet merged and adopted."""
-    return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link.channels[0].inbox._arrivals)
 
 
 def plain(

@@ -142,15 +142,15 @@ class Fleet:
             f"island-{number}": pack(_normal(number + 1, size, 1e-3), wire.up, wire.zstd_level)
             for number in range(islands)
         })  # fmt: skip
-        self.spent = dict.fromkeys(("publish", "merge", "adopt"), Spent())
+        self.spent = dict.fromkeys(("publish, all islands", "merge", "adopt, all islands"), Spent())
         self.bytes_up = self.bytes_down = 0
 
     def passes(self, p: int, merger: int) -> None:
         """Pass fragment `p`, and count what each part takes. `merger` is a process ID."""
         before = cpu_seconds(merger)
-        self._count("publish", lambda: self.publish(p, *self.played.payloads))
+        self._count("publish, all islands", lambda: self.publish(p, *self.played.payloads))
         self._count("merge", self.hear, cpu=lambda: cpu_seconds(merger) - before)
-        self._count("adopt", lambda: self.adopt(p))
+        self._count("adopt, all islands", lambda: self.adopt(p))
 
     def _count(self, part: str, work: Callable[[], None], cpu: Callable[[], float] | None = None) -> None:
         began, used = time.perf_counter(), time.process_time()
@@ -263,7 +263,10 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
         fleet.require_nothing_lost()
     rows = [
         row("the first merger starts and loads", load_cpu, seconds=loaded),
-        *_part_rows(fleet, fragments),
+        *(  # The fragment of the kill counts like the mean of the others.
+            row(part, spent.cpu_seconds * fragments / max(1, spent.calls), seconds=spent.seconds)
+            for part, spent in fleet.spent.items()
+        ),
         row("the second merger starts, loads and merges again", restart_cpu),
         row("from the kill to the next closed round", restarted, unit="s"),
         *_byte_rows(fleet, memory, found),
@@ -288,15 +291,6 @@ def row(
     ratio = "" if isinstance(predicted, str) else measured / predicted
     return {"what": what, "wall seconds": seconds, "unit": unit, "measured": measured, "predicted": predicted,
             "ratio": ratio}  # fmt: skip
-
-
-def _part_rows(fleet: Fleet, fragments: int) -> list[dict[str, Any]]:
-    """Return a line of each part of a pass. The fragment of the kill counts like the mean of the others."""
-    return [
-        row(f"{part}, all islands" if part != "merge" else part, spent.cpu_seconds * fragments / max(1, spent.calls),
-            seconds=spent.seconds)
-        for part, spent in fleet.spent.items()
-    ]  # fmt: skip
 
 
 def _byte_rows(fleet: Fleet, memory: PeakMemory, predicted: Predicted) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -77,16 +78,13 @@ def codecs(elements: int, rounds: int) -> list[dict[str, Any]]:
     target_N = np.empty_like(values_N)
     rows = []
     for name in CODECS:
-        sides = (("numpy", _in_numpy(name, values_N)), ("JAX", _in_jax(name, values_N)))
+        in_numpy = partial(lambda codec: codec.decode(codec.encode(values_N), values_N.size), CODECS[name])
+        sides = (("numpy", in_numpy), ("JAX", _in_jax(name, values_N)))
         for how, there_and_back in sides:
             found = ratio_of(lambda: np.copyto(target_N, values_N), there_and_back, rounds)
             goal = GOAL_INT4 if (name, how) == ("int4", "JAX") else ""
             rows.append(_row(f"{name}, {how}, {elements / 1e6:g} M", "one copy", found, goal))
     return rows
-
-
-def _in_numpy(name: str, values_N: Vector) -> Callable[[], object]:
-    return lambda: CODECS[name].decode(CODECS[name].encode(values_N), values_N.size)
 
 
 def _in_jax(name: str, values_N: Vector) -> Callable[[], object]:

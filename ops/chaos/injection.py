@@ -75,17 +75,10 @@ class FaultInjector:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._faults: deque[tuple[float, Fault]] = deque()
         self._count = itertools.count()
-        self._reported = 0
 
     def note(self, process: str, what: str, detail: str = "") -> None:
         """Record an event that happened just now."""
         self.events.append(ProcessEvent(time.monotonic(), process, what, detail))
-
-    def _report_events(self, begin: float) -> None:
-        """Print each new event on a line, with its time since `begin`."""
-        for event in self.events[self._reported :]:
-            say(f"  {event.at - begin:6.1f} s  {event.process:<9} {event.what} {event.detail}".rstrip())
-        self._reported = len(self.events)
 
     def start(self, target: FaultTarget) -> None:
         """Start a target for the first time, or restart it."""
@@ -101,7 +94,7 @@ class FaultInjector:
         `is_over`, from the begin to whether to end, is asked ten times a second. Raises ArchipelagoError if `stopped`.
         """
         begin, check_at = time.monotonic(), 0.0
-        self._reported = len(self.events)
+        reported = len(self.events)
         self._faults = deque((begin + fault.at, fault) for fault in faults)
         while (now := time.monotonic()) < check_at or not is_over(begin):
             check_at = check_at if now < check_at else now + CHECK_SECONDS
@@ -110,7 +103,9 @@ class FaultInjector:
                     "the storm was interrupted", "Only its folder is left.", code="chaos.interrupted"
                 )
             self.poll()
-            self._report_events(begin)
+            for event in self.events[reported:]:
+                say(f"  {event.at - begin:6.1f} s  {event.process:<9} {event.what} {event.detail}".rstrip())
+            reported = len(self.events)
             time.sleep(TICK_SECONDS)
         return begin, now
 

@@ -129,13 +129,6 @@ class VirtualRun:
         for merger in self.mergers:
             merger.turn(0.0)
 
-    def _act_once(self) -> None:
-        """Let all islands pass a step boundary, in no virtual time."""
-        for island in self.islands.values():
-            island.link.pump()
-            island.boundary()
-            island.link.pump()
-
     def add_island(self, name: str, step_seconds: float, origin: Literal["fresh", "peer"] = "fresh") -> Island:
         transport = self.connect_island(name)
         self._born += 1
@@ -168,8 +161,11 @@ class VirtualRun:
         rejoin.ask(wants_state=asks_peers)
         island.beat("joining")
         island.link.pump()
-        if asks_peers:
-            self._act_once()
+        if asks_peers:  # All others pass a step boundary, in no virtual time.
+            for peer in self.islands.values():
+                peer.link.pump()
+                peer.boundary()
+                peer.link.pump()
         rejoin.complete(store)
         island.beat("training")
         island.link.pump()

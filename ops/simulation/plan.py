@@ -153,7 +153,9 @@ def plan(options: PlanOptions) -> RunPlan:
     way, fragments, need, fits = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
     interval_seconds = way.interval * step_seconds
-    need_of_cycle, has_room = _cycle(options, way, parameters, fragments, fleet.islands)
+    of_run = checked({"wire": {"up": way.up, "down": way.down}}), parameters, fragments, fleet.islands
+    fitting = fitting_cycle(*of_run, merger_bytes=1e9 * options.merger_gb, redis_bytes=1e9 * options.redis_gb)
+    need_of_cycle = fitting or cycle(*of_run)
     return RunPlan(
         parameters=parameters,
         tokens=tokens,
@@ -170,7 +172,7 @@ def plan(options: PlanOptions) -> RunPlan:
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
         spectra=spectra_loads(tensors_of(options.model), options.merge, interval_seconds, need_of_cycle.shards),
         cycle=need_of_cycle,
-        has_room=has_room,
+        has_room=fitting is not None,
     )
 
 
@@ -246,15 +248,6 @@ def _way(
         if fits or way is LADDER[-1]:
             return way, fragments, need, fits
     raise AssertionError("the ladder has a last way")
-
-
-def _cycle(options: PlanOptions, way: Way, parameters: int, fragments: int, islands: int) -> tuple[Cycle, bool]:
-    """Return a cycle with as few shards as fit, or with one and False. Each shard has that many fragments."""
-    config = checked({"wire": {"up": way.up, "down": way.down}})
-    found = fitting_cycle(
-        config, parameters, fragments, islands, merger_bytes=1e9 * options.merger_gb, redis_bytes=1e9 * options.redis_gb
-    )
-    return found or cycle(config, parameters, fragments, islands), found is not None
 
 
 # -- models and tokens in words ---------------------------------------------------------------------------------------

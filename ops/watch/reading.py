@@ -308,7 +308,11 @@ class Watcher:
     def read(self, *, briefly: bool = True) -> RunReading:
         """Return the run as Redis has it now, or `briefly` (see `observe`). Raise BrokerError and WireError."""
         tape = self._follow()
-        self._read_seldom()
+        began = self.clock()
+        if began >= self._seldom_due:  # It may take long, so it is done rarely.
+            self._evaluations = self.transport.reader.evaluations()
+            self._refusals = refusals_of(self.transport.reader)
+            self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
         notes = self.transport.reader.notes(EVENTS_READ)
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=briefly)
         view, now = replace(view, address=self._address), self.wall()
@@ -318,14 +322,6 @@ class Watcher:
             problems=problems(view, now),
             events=events_of(notes, view.refusals),
         )
-
-    def _read_seldom(self) -> None:
-        """Read all evaluations and the recent refusals if they are due. It may take long, so it is done rarely."""
-        began = self.clock()
-        if began >= self._seldom_due:
-            self._evaluations = self.transport.reader.evaluations()
-            self._refusals = refusals_of(self.transport.reader)
-            self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
 
     def _follow(self) -> Sequence[TapeEntry]:
         """Add the recent tape to the history, and return it. If they do not connect, the whole tape is read.

@@ -19,15 +19,7 @@ from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
-from archipelago.ops.experiments.island_runs import (
-    CLAIMED,
-    FORGERIES,
-    LITTLE,
-    HostileClient,
-    Public,
-    figures,
-    islands,
-)
+from archipelago.ops.experiments.island_runs import CLAIMED, FORGERIES, LITTLE, HostileClient, Public, figures, islands
 from archipelago.ops.experiments.study import baseline, show
 from archipelago.ops.experiments.trial import ATTACKS, CurvePoint, Trial, TrialRow, grouped, key_of, measure
 from tests import samples

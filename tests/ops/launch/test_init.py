@@ -30,12 +30,7 @@ from archipelago.ops.launch import devices, up
 from archipelago.ops.launch.devices import Accelerators, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.init import InitOptions, create
-from archipelago.ops.launch.local_run import (
-    DRAIN_SECONDS,
-    KILL_SECONDS,
-    LocalRun,
-    leave_seconds,
-)
+from archipelago.ops.launch.local_run import DRAIN_SECONDS, KILL_SECONDS, LocalRun, leave_seconds
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.settings import flags
