@@ -137,10 +137,6 @@ class Supply(ABC):
         """Return how far each leased range was read."""
         return self.reading.positions()
 
-    def held(self) -> list[str]:
-        """Return the ranges in `positions()`."""
-        return [position.range for position in self.positions()]
-
     @abstractmethod
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost."""

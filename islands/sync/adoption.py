@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.errors import DivergedError
+from archipelago.broker.ranges import ReadPosition
 
 #: A vector of any framework.
 Array = Any
@@ -94,11 +95,8 @@ class Parameters(Protocol):
 class Ranges(Protocol):
     """The leased ranges of the run's text that a loop reads."""
 
-    def positions(self) -> Sequence[object]:
+    def positions(self) -> Sequence[ReadPosition]:
         """Return how far each leased range was read."""
-
-    def held(self) -> list[str]:
-        """Return the ranges in `positions()`."""
 
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost."""

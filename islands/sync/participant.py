@@ -198,7 +198,7 @@ class Participant:
         if self._is_check_due() and (found := self.parameters.not_finite()):
             raise not_finite(found, found)
         if self._ranges is not None:
-            self.link.leases.hold(self._ranges.held())
+            self.link.leases.hold([position.range for position in self._ranges.positions()])
         self.beat("training")
 
     def _process_news(self) -> None:

@@ -77,7 +77,7 @@ class Reader:
         """Return the next batches, stacked."""
         drawn = self._supply.next(count)
         self.tokens += self._supply.tokens
-        self._supply.forget(self._supply.held()[:-1])  # their passes have ended
+        self._supply.forget([position.range for position in self._supply.positions()[:-1]])  # their passes have ended
         return drawn
 
 
