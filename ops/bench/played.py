@@ -39,7 +39,11 @@ def heartbeat_of(island: str) -> Heartbeat:
 
 
 class PlayedIslands:
-    """Islands that claim their names, send heartbeats and publish `payloads`, by name, but train nothing."""
+    """Islands that claim their names, send heartbeats and publish payloads that were encoded before, and train nothing.
+
+    Attributes:
+        payloads: What each island sends, by name.
+    """
 
     def __init__(self, transport: Transport, payloads: Mapping[str, bytes]) -> None:
         self._transport, self.payloads = transport, payloads

@@ -79,6 +79,9 @@ class Hub(LoopServer):
     A worker connects and sends its name. Once all are connected, each receives the step of the checkpoint to load.
     Then each sends the step of its last checkpoint and its gradient, and receives the mean of all gradients, again and
     again, until a connection is lost. Only the first worker saves checkpoints. Gradients are bytes, all else is lines.
+
+    Attributes:
+        port: The port of loopback on which it listens.
     """
 
     def __init__(self, names: Sequence[str], progress: GroupProgress) -> None:
@@ -194,7 +197,8 @@ def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitS
 def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> Figures:
     """Train data-parallel under the faults of a storm, and return the figures.
 
-    Raise ArchipelagoError if the workers do not begin to train, or if they are `stopped` by a signal.
+    Raises:
+        ArchipelagoError: The workers do not begin to train, or a signal interrupted them.
     """
     faults, progress = worker_faults(plan.faults, tuple(plan.step_seconds)), GroupProgress()
     with ExitStack() as stack:

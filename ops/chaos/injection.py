@@ -67,7 +67,11 @@ class FaultTarget:
 
 
 class FaultInjector:
-    """Injects scheduled faults, and notes all `events` in order. Call `poll` often, from the main thread."""
+    """An injector of scheduled faults. Call `poll` often, from the main thread.
+
+    Attributes:
+        events: Everything that happened to the processes, in order.
+    """
 
     def __init__(self) -> None:
         self.events: list[ProcessEvent] = []

@@ -42,8 +42,10 @@ ISLAND_WORD = "{island}"
 def parse_script(text: str) -> tuple[str, ...]:
     """Return the script that `--script` names, with its arguments, as in a shell; nothing for an empty text.
 
-    Without `{island}`, which stands for the name of the island, that is added at the end. Raise ConfigError
-    (`config.value`) if there is no such script.
+    Without `{island}`, which stands for the name of the island, that is added at the end.
+
+    Raises:
+        ConfigError: There is no such script (`config.value`).
     """
     if not text:
         return ()

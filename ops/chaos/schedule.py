@@ -114,7 +114,10 @@ def poisson(
 
 
 def periodic(every: float, targets: Sequence[str], away_seconds: float, seconds: float, seed: int) -> list[Fault]:
-    """Kill a random target every `every` seconds, from half a period on, so that a window of n periods has n kills."""
+    """Kill a random target every `every` seconds.
+
+    The first kill comes after half a period, so that a window of n periods has n kills.
+    """
     rng = _generator(seed, "periodic")
     times = itertools.takewhile(lambda at: at < seconds, (every * (n + 0.5) for n in itertools.count()))
     return [_fault(at, "kill", targets[int(rng.integers(len(targets)))], away_seconds) for at in times]

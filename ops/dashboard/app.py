@@ -34,7 +34,12 @@ FRESH = {**HEADERS, "Cache-Control": "no-store"}
 
 
 def application(boards: Boards, names: Collection[str] = ("localhost",)) -> Starlette:
-    """Return the web application. Requests may carry these host names, and addresses (see `HostCheck`)."""
+    """Return the web application.
+
+    Args:
+        names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
+            site whose name resolves to this machine cannot read the dashboard.
+    """
     library = chart_library()
     service, page = _Service(boards), _file(PAGE / "index.html", FRESH)
     files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]

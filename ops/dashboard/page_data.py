@@ -35,7 +35,11 @@ EVENTS_SHOWN = 120
 
 
 def chart_library() -> Path:
-    """Return plotly.min.js of the installed package, without importing it. Raise ConfigError if there is none."""
+    """Return plotly.min.js of the installed package, without importing it.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
     if is_installed("plotly"):
         found = importlib.util.find_spec("plotly")
         path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None

@@ -67,7 +67,11 @@ class AllShards:
 
 
 class Reader:
-    """A reader of a task's data without a run. `tokens` counts those of all batches so far."""
+    """A reader of a task's data without a run.
+
+    Attributes:
+        tokens: The tokens of all batches so far.
+    """
 
     def __init__(self, work: Workload) -> None:
         self._supply = work.supply(TaskRun("reader-0", 0, work.config.seed, AllShards()))
@@ -107,7 +111,8 @@ def train(work: Workload, workers: int, steps: int, progress: Progress, params: 
 def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:
     """Return a function that evaluates parameters on held-out data: for our models, on both held-out texts.
 
-    Raise ConfigError (`task.evaluate`) for a task without `evaluate`.
+    Raises:
+        ConfigError: The task has no `evaluate` (`task.evaluate`).
     """
     named = work.named
     if isinstance(named, OurTask):

@@ -39,7 +39,8 @@ from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 class LlamaTraining:
     """The training steps of a Llama of transformers in PyTorch, with the settings of our worker's.
 
-    `parameters` are by the names of our transformer.
+    Attributes:
+        parameters: Its parameters by the names of our transformer.
     """
 
     def __init__(self, config: RunConfig, batches: Supply) -> None:
@@ -74,7 +75,11 @@ class LlamaTraining:
 
 
 class TorchIsland(Participant):
-    """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary`, then `advance`."""
+    """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary` and `advance` in turn.
+
+    Attributes:
+        scan_steps: Inner steps between two boundaries.
+    """
 
     scan_steps = 1
     training: LlamaTraining
@@ -112,7 +117,8 @@ class MixedRun(VirtualRun):
 def played(trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
     """Train one of our models by islands in the trial's frameworks, and report each evaluation. Return the figures.
 
-    Raise ConfigError (`config.value`) if they cannot train the run's model alike.
+    Raises:
+        ConfigError: They cannot train the run's model alike (`config.value`).
     """
     config = work.config
     if config.model.size not in DENSE or config.inner.optimizer != "adamw":

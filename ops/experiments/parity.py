@@ -138,7 +138,10 @@ class Place(NamedTuple):
 
 
 def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
-    """Run the trials that have no result yet, while there is time. Return a row for each arm, M and H with results.
+    """Run the trials that have no result yet, as long as there is time.
+
+    Returns:
+        Plain data with a row for each arm, M and H that has results.
 
     Raises:
         ConfigError: The task is wrong, has no evaluation (`task.evaluate`), or cannot be tried so (`config.value`).

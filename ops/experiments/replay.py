@@ -52,8 +52,14 @@ def main(options: ReplayOptions) -> int:
 def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     """Merge the run again by its own rules, each shard up to its first difference, and compare every digest.
 
-    Return plain data: counts, digests, and the first difference if there is one. Raise ConfigError if a round is
-    missing in a record.
+    Args:
+        recorded: The record of each shard of the run.
+
+    Returns:
+        Plain data: counts, digests, and the first difference if there is one.
+
+    Raises:
+        ConfigError: A round is missing in a record.
     """
     import numpy as np
 

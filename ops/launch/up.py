@@ -182,7 +182,8 @@ def _require_openable(options: UpOptions) -> None:
 def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
     """Return the options with a number of islands that this machine's accelerators allow, and the share of each.
 
-    Raise ConfigError (`up.devices`, `mesh.size`) if there are not enough for what was asked.
+    Raises:
+        ConfigError: There are not enough accelerators for what was asked (`up.devices`, `mesh.size`).
     """
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
     if found is not None and not is_given("--islands"):

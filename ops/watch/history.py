@@ -130,7 +130,9 @@ class Trail(Generic[Row]):
 class History:
     """The rounds of one run, from the entries of its tape.
 
-    Rounds of different shards close in any order; on the axis of rounds, each is where the run was when it closed.
+    Args:
+        layout: The fragments of each shard. Rounds of different shards close in any order; on the axis of rounds, each
+            is where the run was when it closed.
     """
 
     def __init__(self, layout: Layout) -> None:

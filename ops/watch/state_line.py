@@ -70,9 +70,11 @@ class StateLine:
 
 
 def state_line(reading: RunReading | None, outage: Outage | None = None) -> StateLine:
-    """Return the state of a run by its last successful reading, and by the reason why there is no new one.
+    """Return the state of a run.
 
-    The Redis of a finished run may be gone.
+    Args:
+        reading: The last successful reading; None before the first.
+        outage: Why there is no new one. The Redis of a finished run may be gone.
     """
     if reading is None:
         return _away(outage) if outage else StateLine("reading", "idle")

@@ -151,7 +151,11 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
 
 
 def render(reading: RunReading, rows: int | None = None) -> RenderableType:
-    """Return the run's state and lines, and at most `rows` of its islands and of its problems, and count the rest."""
+    """Return the run's state, its lines, its islands and its problems.
+
+    Args:
+        rows: The most islands, and the most problems; a last line counts the rest.
+    """
     view, lines = reading.view, problem_lines(reading.view, reading.problems)
     if rows is not None and len(lines) > rows:
         lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
@@ -161,7 +165,9 @@ def render(reading: RunReading, rows: int | None = None) -> RenderableType:
 def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
     """Return the screen of `status --watch`. What does not fit into its height is cut off at its end.
 
-    `outage` is why there is no new reading, and `now` is in Unix seconds.
+    Args:
+        outage: Why there is no new reading, or None.
+        now: Unix seconds.
     """
     title = Text.assemble(("archipelago status", "bold"), (f"  {clock(now)}  Ctrl-C to quit", "dim"))
     parts: list[RenderableType] = [title, state_text(state_line(reading, outage), with_remedy=True)]

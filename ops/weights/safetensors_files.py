@@ -94,7 +94,11 @@ class WeightFiles:
             raise damaged(file, error) from None
 
     def require(self, tensors: Sequence[Tensor]) -> None:
-        """Raise DataError (`weights.unfit`) if tensors are missing, unknown, or of another shape or dtype."""
+        """Check that the files hold exactly these tensors.
+
+        Raises:
+            DataError: Tensors are missing, unknown, or of another shape or dtype (`weights.unfit`).
+        """
         from archipelago.islands.models.llama import OUTPUT
 
         wanted = {tensor.name: tensor.shape for tensor in tensors}
@@ -131,7 +135,8 @@ class WeightFiles:
     def load(self, tensors: Sequence[Tensor]) -> Params:
         """Read these tensors as float32, in our layout.
 
-        Raise DataError if they do not fit (`weights.unfit`), or hold NaN or infinity (`weights.not-finite`).
+        Raises:
+            DataError: They do not fit (`weights.unfit`), or hold NaN or infinity (`weights.not-finite`).
         """
         import jax.numpy as jnp
         from safetensors import SafetensorError, safe_open
@@ -231,7 +236,12 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
     """Check that a corpus was made with the tokenizer that weights were trained with.
 
     The weights of `archipelago export` say which it was; for others, it is the `tokenizer.json` beside them.
-    Return False if they do not say it. Raise DataError if it is another (`weights.tokenizer`), or cannot be read.
+
+    Returns:
+        False if the weights do not say it.
+
+    Raises:
+        DataError: It is another tokenizer (`weights.tokenizer`), or its file cannot be used.
     """
     from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, from_file
 
@@ -255,7 +265,9 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
 def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
     """Return the tokenizer in the folder of an export.
 
-    Raise DataError if its weights were trained with another (`weights.tokenizer`), or if its file cannot be used.
+    Raises:
+        DataError: It is not the one that the weights were trained with (`weights.tokenizer`), or its file is missing or
+            cannot be used.
     """
     from archipelago.islands.data.tokenizer import FILE, from_file
 
