@@ -39,6 +39,13 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 
 URL_VARIABLE = "ARCHIPELAGO_URL"
 RUN_VARIABLE = "ARCHIPELAGO_RUN"
+
+
+def name_of_new_run() -> str:
+    """Return the name of a run that is created without one."""
+    return os.environ.get(RUN_VARIABLE) or "demo"
+
+
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 #: The pause before a failed call is repeated.
 PAUSE_SECONDS = 0.5

@@ -21,7 +21,7 @@ from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
+from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, name_of_new_run, print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.shards.transport import require_shards, with_shards
@@ -43,8 +43,8 @@ class InitOptions:
 
     url: Annotated[str | None, tyro.conf.Positional] = None
     """The URL of the Redis: redis://HOST:PORT, rediss://… or unix://…. The default is $ARCHIPELAGO_URL."""
-    run: str = "demo"
-    """The name of the run."""
+    run: str = field(default_factory=name_of_new_run)
+    """The name of the run. The default is $ARCHIPELAGO_RUN, or else `demo`."""
     config: Path | None = None
     """A TOML file with settings. Flags override it."""
     task: str | None = None

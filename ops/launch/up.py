@@ -19,7 +19,7 @@ from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.invitation import ADMIN, Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, stop_on_signals
+from archipelago.broker.process import INTERRUPTED, keep_compiled, name_of_new_run, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
@@ -57,8 +57,8 @@ class UpOptions(WorkerOptions):
     """Let other machines join: the Redis of `up` then talks TLS, and everyone needs an invitation (`invite`)."""
     host: str | None = None
     """With --open: the name or address under which others reach this machine. The default is the one it sends with."""
-    run: str = "demo"
-    """The name of the run and of its folder."""
+    run: str = field(default_factory=name_of_new_run)
+    """The name of the run and of its folder. The default is $ARCHIPELAGO_RUN, or else `demo`."""
     islands: int = 3
     """The number of islands on this machine. More can join from other machines."""
     mesh: str | None = None

@@ -20,6 +20,7 @@ from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ArchipelagoError, MismatchError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.process import RUN_VARIABLE
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
@@ -272,3 +273,9 @@ def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
     assert session.merger.niceness > session.islands[0].niceness == session.standbys.all[0].niceness == 0
     on_processor = session_of(UpOptions(islands=2), None)
     assert on_processor.islands[0].niceness > on_processor.merger.niceness == 0
+
+
+def test_a_new_run_has_the_name_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert InitOptions().run == UpOptions().run == "demo"
+    monkeypatch.setenv(RUN_VARIABLE, "mine")
+    assert InitOptions().run == UpOptions().run == "mine"
