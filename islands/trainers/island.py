@@ -131,7 +131,13 @@ class TrainerIsland:
             )  # fmt: skip
 
     def sync(self, tokens: int, loss: Any = None) -> bool:
-        """Sync after a step of the optimiser, with what the trainer counted in it. Return whether to stop."""
+        """Sync after a step of the optimiser, with what the trainer counted in it. Return whether to stop.
+
+        Raises:
+            ConfigError: Another trainer has begun with this island meanwhile (`trainer.option`), or as `sync` does.
+        """
+        if not self.is_joined:
+            raise refused("another trainer uses this callback now", "Give each trainer a callback of its own.")
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 0.0
         if self._scale >= before:  # else the gradients were not finite, and no parameter has changed
             self._run.sync(tokens=self._tokens or max(tokens, 1), loss=loss)

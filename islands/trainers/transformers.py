@@ -43,18 +43,14 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         Raises:
             ConfigError: The trainer does what an island cannot (`trainer.option`).
         """
-        if args.deepspeed:
-            raise refused("DeepSpeed keeps the parameters in a form that is not merged", "Use FSDP2 or DDP.")
-        if args.load_best_model_at_end:
-            raise refused(
-                "`load_best_model_at_end` would replace the run's parameters by this island's own", "Leave it out."
-            )
+        _require_mergeable(args)
         self._made_schedule = about["lr_scheduler"] is None
         self._ends_with_run = self.island.ends_with_run(args.max_steps)
         if self._ends_with_run:
             args.max_steps = ROOM * max(args.max_steps, self.island.length or UNKNOWN_STEPS)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+        _require_mergeable(args)  # of a trainer that got the callback after it was made
         callbacks = _all_callbacks()
         require_one(callbacks, ArchipelagoCallback)
         limit = 0 if self._ends_with_run else state.max_steps
@@ -119,6 +115,16 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         if event.__name__ == "on_train_begin" and bar is not None:  # the ETA does not count steps of others before
             own.current_step = bar.n = bar.initial = island.step
         return returned
+
+
+def _require_mergeable(args: Any) -> None:
+    """Raise ConfigError (`trainer.option`) if the trainer does what an island cannot."""
+    if args.deepspeed:
+        raise refused("DeepSpeed keeps the parameters in a form that is not merged", "Use FSDP2 or DDP.")
+    if args.load_best_model_at_end:
+        raise refused(
+            "`load_best_model_at_end` would replace the run's parameters by this island's own", "Leave it out."
+        )
 
 
 def _all_callbacks() -> list[Any]:

@@ -188,6 +188,17 @@ def test_bad_input_is_one_error_with_a_code(url: str) -> None:
     with failing(ConfigError, "trainer.option"):
         args = transformers.TrainingArguments("out", report_to="none", **best)
         transformers.Trainer(Network(), args, train_dataset=examples(8), eval_dataset=examples(8), callbacks=[callback])
+    late = transformers.Trainer(Network(), args, train_dataset=examples(8), eval_dataset=examples(8))
+    late.add_callback(callback)
+    with failing(ConfigError, "trainer.option"):
+        late.train()
+
+    class Inner(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+        def on_step_end(self, *about: Any, **more: Any) -> None:
+            trainer([callback], max_steps=1).train()
+
+    with served(url), failing(ConfigError, "trainer.option"):
+        trainer([callback, Inner()]).train()
     for several in ([callback, callback], [callback, ArchipelagoCallback(url, "own", steps=100, sync=SYNC)]):
         with failing(ConfigError, "trainer.option"):
             trainer(several).train()
