@@ -17,12 +17,13 @@ class LocalSGD:
     """Takes the place of accelerate's class of this name: its processes are one island of a run.
 
         with LocalSGD(accelerator, model, local_sgd_steps=24, url=url, name="mine", steps=20_000) as local:
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    ...
-                    local.step()
-                if local.finished:
-                    break
+            while not local.finished:
+                for batch in loader:
+                    with accelerator.accumulate(model):
+                        ...
+                        local.step()
+                    if local.finished:
+                        break
 
     The processes of the accelerator keep the same parameters, by DistributedDataParallel or FSDP2. Other islands are
     other scripts. When the block ends, the model has the run's parameters. `island` has the run's clock, which prepared
