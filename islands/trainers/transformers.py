@@ -16,8 +16,8 @@ from archipelago.islands.trainers.island import TrainerIsland, follow_clock, ref
 
 #: A trainer that ends with the run may make this many times its steps. The run ends it long before.
 ROOM = 10
-#: The length of a trainer that joins a run whose length it does not know yet.
-UNKNOWN_STEPS = 1_000_000
+#: The least length of such a trainer, which may not know the run's, or makes many steps before a merger serves the run.
+LENGTH_MIN = 1_000_000
 
 
 class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is optional
@@ -47,7 +47,7 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         self._made_schedule = about["lr_scheduler"] is None
         self._ends_with_run = self.island.ends_with_run(args.max_steps)
         if self._ends_with_run:
-            args.max_steps = ROOM * max(args.max_steps, self.island.length or UNKNOWN_STEPS)
+            args.max_steps = ROOM * max(args.max_steps, self.island.length or 0, LENGTH_MIN)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         _require_mergeable(args)  # of a trainer that got the callback after it was made
