@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from archipelago.broker.config import AdoptConfig, MergeConfig
 from archipelago.broker.control import DRAIN, EXPEL, island_field
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError, UnreachableError
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.sync import leaving, participant
 from archipelago.islands.sync.script import CALL_STEPS_MAX
@@ -89,18 +90,12 @@ def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(
 def test_create_waits_for_a_redis_that_is_just_starting(
     framework: Framework, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals = [UnreachableError("it does not answer")] * 3
-
-    def connect_late(*asked: str) -> RedisTransport:
-        if refusals:
-            raise refusals.pop()
-        return process.connect_to(*asked)
-
-    monkeypatch.setattr(new_run, "connect_to", connect_late)
+    away = UnreachableError("it does not answer")
+    monkeypatch.setattr(new_run, "connect_to", Mock(side_effect=[away, away, connect(url, "own"), away]))
     monkeypatch.setattr(process, "PAUSE_SECONDS", 0.0)
     assert framework.create(url, "own", framework.model(), steps=1000)
     with failing(UnreachableError, "broker.unreachable"):
-        framework.create("redis://127.0.0.1:1", "own", framework.model(), steps=10, wait_seconds=0.0)
+        framework.create(url, "own", framework.model(), steps=1000, wait_seconds=0.0)
 
 
 def test_a_first_parameter_that_is_not_finite_is_named(framework: Framework, url: str) -> None:
