@@ -88,10 +88,12 @@ class RedisConnection:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Raise our errors in place of the client library's."""
+        """Raise our errors in place of the client library's. After silence, the next calls use new connections."""
         try:
             yield
         except (redis.RedisError, OSError) as error:
+            if isinstance(error, redis.TimeoutError):  # the idle ones may be as dead, and each would take as long
+                self.redis.connection_pool.disconnect(False)
             raise self._failures.translation(error) from error
 
     @property

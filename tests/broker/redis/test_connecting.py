@@ -7,7 +7,7 @@ import socketserver
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.servers import Servers
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.failing import failing
 
@@ -189,3 +190,17 @@ def test_another_server_that_has_the_names_of_runs_keeps_nobody_waiting() -> Non
     RedisConnection(Two(client_at("redis://127.0.0.1:1")), "demo").register()
     assert asked.wait(10.0)
     may_answer.set()
+
+
+def test_after_silence_no_call_waits_for_an_old_connection(server: RedisServer) -> None:
+    """Also while another thread has the connection that was silent first, and was made again."""
+    with Proxy(server.port) as proxy, closing(connect(f"{proxy.url(server.url)}?socket_timeout=0.3", "run")) as made:
+        pool = made.connection.redis.connection_pool
+        for each in [pool.get_connection() for _ in range(3)]:
+            pool.release(each)
+        proxy.half_open()
+        with failing(UnreachableError):
+            made.connection.instance()
+        busy = pool.get_connection()
+        assert made.connection.instance()
+        pool.release(busy)
