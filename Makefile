@@ -7,7 +7,8 @@ LINKED := $(VENV)/.linked
 TORCH := $(VENV)/.torch
 DOCS := $(VENV)/.docs
 FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__)
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+WORKERS := auto
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 ARGS ?=
 # Python keeps what it compiles, whatever the environment says. Without it, each process of a test compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -23,6 +24,7 @@ train: $(LINKED)  ## the main job: islands train one model through Redis, on rea
 test: $(LINKED)  ## the quick tests, on fakeredis and on a real server
 	$(PYTEST) -m "not full" $(ARGS)
 
+test-all: WORKERS := 3
 test-all: $(LINKED) $(TORCH)  ## the rest: crash points, takeovers, the browser, long storms, and more examples of each property
 	ARCHIPELAGO_TESTS=full $(PYTEST) -m "full or hypothesis" $(ARGS)
 
