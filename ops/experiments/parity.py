@@ -155,16 +155,17 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     def known() -> Mapping[str, Record]:
         return {key_of(record): record for record in records(path)}
 
-    kept = sum(trial.key in known() for _, trial in plan)
+    earlier = known()
+    kept = sum(trial.key in earlier for _, trial in plan)
     names = {trial: f"{place}, seed {trial.seed}" for place, trial in plan}
     for trial in unmeasured([*names], path, known):
         if time.monotonic() - began >= 60 * options.minutes:
             break
         of_trial = work.of(work.named.under(trial.config), trial.config)
         append(path, finite(measure(trial, of_trial, progress=partial(_say, names[trial], unit))))
-    found = defaultdict[Place, list[Record]](list)
+    measured, found = known(), defaultdict[Place, list[Record]](list)
     for place, trial in plan:
-        found[place] += [record] if (record := known().get(trial.key)) else []
+        found[place] += [record] if (record := measured.get(trial.key)) else []
     left = len(plan) - sum(map(len, found.values()))
     if kept:
         say(f"{kept} of {len(plan)} results are of earlier calls: if {task} has changed since, delete {path}")
