@@ -56,7 +56,7 @@ class SeenMergers:
 
 
 def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float) -> SeenMergers:
-    """Read who serves the run. Shards that are away are not counted, nor standbys that were silent for so long."""
+    """Read who serves the run. Shards that are away, and standbys that are silent for longer, are not counted."""
     serving, free = {name: 0}, set()
     for shard, transport in enumerate(transports):
         try:

@@ -73,7 +73,10 @@ class Copier:
         self._offered.set()
 
     def close(self, seconds: float = FINISH_SECONDS) -> bool:
-        """Wait some seconds for the last copy; try a failing bucket once more. Return whether everything is copied."""
+        """Wait for the last copy, at most for some seconds. Return whether everything is copied.
+
+        A bucket that fails is tried once more.
+        """
         self._closing.set()
         self._offered.set()
         if self._thread is not None:

@@ -251,6 +251,7 @@ def parsed_state(state: str) -> dict[str, Any]:
 
 
 def count_in(value: Any) -> int:
+    """Return a count in a merger's state; 0 for what cannot be one."""
     return value if isinstance(value, int) and 0 <= value <= COUNT_MAX else 0
 
 

@@ -126,7 +126,12 @@ class Courier:
     """Carries tensors between the leader and the other processes of an island."""
 
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        """Note the processes: their group, for tensors of the device, and their ranks among all, the leader's first."""
+        """Note the processes.
+
+        Args:
+            group: Their process group, for tensors of the model's device.
+            ranks: Their ranks in the whole process group. The first one leads.
+        """
         self._group, self._ranks = group, ranks
         self.rank: int = dist.get_rank()
         self.leads: bool = self.rank == ranks[0]

@@ -267,7 +267,7 @@ class Newcomer:
         seconds: float = ASK_SECONDS,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Store the parts; this contacts no peer. `complete` waits so many seconds for a peer's answer."""
+        """Store the parts, and contact no peer. `complete` waits up to `seconds` for a peer's answer."""
         self.transport, self.island = transport, island
         self.seconds, self.pause = seconds, pause
         self._asked = False
