@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import fcntl
 import json
 import logging
 import math
@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 
 import platformdirs
 import tyro
@@ -47,6 +48,8 @@ def name_of_new_run() -> str:
 
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+#: How long a process waits for another one that compiles the same programs, and how often it looks.
+COMPILING_SECONDS, COMPILING_POLL_SECONDS = 300.0, 0.1
 #: The pause before a failed call is repeated.
 PAUSE_SECONDS = 0.5
 #: The exit status of a command that a user's mistake ended, and of one that Ctrl-C ended.
@@ -59,10 +62,6 @@ STATUS_MAX = 255
 #: How long an orchestrator should let a worker leave after SIGTERM before it kills it. After its last inner steps, an
 #: island needs at most 12 s to send what it has. The rest is for those steps and for a checkpoint, which may be killed.
 LEAVE_SECONDS = 60
-#: Parameters of mallopt, from glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-#: Blocks of at least this size go back to the system when they are freed (`return_freed_memory`).
-RETURNED_BYTES = 8 << 20
 
 T = TypeVar("T")
 
@@ -171,34 +170,32 @@ def keep_compiled() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-def keep_freed_memory() -> None:
-    """Let malloc reuse freed memory instead of returning it to the system. Works with glibc only.
+@contextmanager
+def compiled_once(programs: str) -> Iterator[None]:
+    """Compile the programs of this name, unless a process of this machine does so: then wait for it.
 
-    Page faults on fresh memory cost a merger more time than its arithmetic. The process keeps the largest amount of
-    memory that it ever used. Call this before the process starts threads.
+    Those that have waited read the programs from the cache (`keep_compiled`). Nobody waits longer than
+    COMPILING_SECONDS, because the other process may be stopped.
     """
-    _mallopt({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
+    folder = os.environ.get(CACHE_VARIABLE, "")
+    with ExitStack() as held:
+        if folder and "://" not in folder:
+            with suppress(OSError):  # such as a file system without locks: each process compiles for itself
+                lock = held.enter_context((Path(folder) / f"{programs}.lock").open("a"))
+                _lock_or_wait(lock, time.monotonic() + COMPILING_SECONDS)
+        yield
 
 
-def return_freed_memory() -> None:
-    """Let malloc return large blocks to the system as soon as they are freed. Works with glibc only.
-
-    By itself it learns to keep blocks of up to 32 MiB, once for each thread. In an island, that was half of the memory
-    that syncs took. The inner step's own buffers are larger, or small. The end of the heap is kept up to the same
-    size: without learning, malloc would return it from 128 KiB on, at each sync, and the kernel clear it again.
-    Threads share one heap, so that none keeps what another one could use. Call this before the process starts threads.
-    """
-    _mallopt({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: RETURNED_BYTES})
-
-
-def _mallopt(parameters: Mapping[int, int]) -> None:
-    """Set parameters of glibc's malloc, if that is the C library."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    for parameter, value in parameters.items():
-        mallopt(parameter, value)
+def _lock_or_wait(file: IO[str], deadline: float) -> None:
+    """Lock a file until it is closed. If another process has locked it, wait until that one closes it."""
+    how = fcntl.LOCK_EX
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+            return
+        if how == fcntl.LOCK_SH:
+            time.sleep(COMPILING_POLL_SECONDS)
+        how = fcntl.LOCK_SH  # all that wait go on together
 
 
 def print_json(value: Any) -> None:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.machine import return_freed_memory
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import guarded, keep_compiled, return_freed_memory, stop_on_signals
+from archipelago.broker.process import guarded, keep_compiled, stop_on_signals
 from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions as IslandOptions
 from archipelago.islands.options import own_task, require_valid

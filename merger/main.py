@@ -19,6 +19,7 @@ import tyro
 
 from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
+from archipelago.broker.machine import keep_freed_memory
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import NOTE_MAX, REFUSED, Note, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
@@ -30,7 +31,6 @@ from archipelago.broker.process import (
     AwaitedRun,
     guarded,
     keep_compiled,
-    keep_freed_memory,
     print_json,
     require_role,
     stop_on_signals,

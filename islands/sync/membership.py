@@ -22,7 +22,7 @@ from archipelago.broker.control import require_welcome
 from archipelago.broker.errors import ArchipelagoError, ConfigError, require_number
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import Patience
+from archipelago.broker.process import Patience, compiled_once
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
@@ -114,7 +114,7 @@ class Membership(Joined):
         newcomer.ask()
         loop.beat("joining")
         link.pumps.start()
-        with progress("compiling what syncs and steps run"):
+        with progress("compiling what syncs and steps run"), compiled_once(manifest.config.digest()):
             self._warm_up()
         with progress("taking the optimiser state"):
             newcomer.complete(self._store)

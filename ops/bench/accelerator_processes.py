@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.process import return_freed_memory
+from archipelago.broker.machine import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.sync.connection.link import Link
 from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until

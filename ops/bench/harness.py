@@ -26,9 +26,9 @@ import psutil
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
+from archipelago.broker.machine import keep_freed_memory
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.wire import digest
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server

@@ -21,9 +21,10 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError, WireError, require_number
 from archipelago.broker.footprint import available_here
+from archipelago.broker.machine import return_freed_memory
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Resume, Snapshot
-from archipelago.broker.process import keep_compiled, return_freed_memory
+from archipelago.broker.process import keep_compiled
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import after_difference, digest_of, pack
 from archipelago.ops.bench.harness import (

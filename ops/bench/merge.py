@@ -17,9 +17,9 @@ import numpy as np
 
 from archipelago.broker.codecs import CODECS, Vector
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.machine import keep_freed_memory
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.wire import pack, unpack, unpack_encoded
 from archipelago.ops.bench.harness import child, cpu_seconds, manifest_of, own_run, serve_merger
 from archipelago.ops.bench.output import Compared, OutputOptions, compared, finish, seconds_of, taking_turns

@@ -26,9 +26,8 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.machine import usable_cores
+from archipelago.broker.machine import return_freed_memory, usable_cores
 from archipelago.broker.manifest import Manifest, Tensor, balanced
-from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import platformdirs
 import pytest
 
+from archipelago.broker import process
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
-from archipelago.broker.process import CACHE_VARIABLE, PAUSE_SECONDS, AwaitedRun, Patience, keep_compiled
+from archipelago.broker.process import (
+    CACHE_VARIABLE,
+    PAUSE_SECONDS,
+    AwaitedRun,
+    Patience,
+    compiled_once,
+    keep_compiled,
+)
 from tests.failing import failing
 
 
@@ -116,6 +126,29 @@ def test_a_cache_folder_that_others_can_write_to_is_not_used(
     monkeypatch.setenv(CACHE_VARIABLE, "gs://bucket/programs")
     keep_compiled()
     assert os.environ[CACHE_VARIABLE] == "gs://bucket/programs"
+
+
+def test_programs_are_compiled_by_one_process_of_a_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_compiled()
+    happened: list[str] = []
+    with ExitStack() as other:
+        other.enter_context(compiled_once("programs"))
+        with compiled_once("others"):
+            pass  # nobody waits for programs of another name
+
+        def ended(_: float) -> None:
+            happened.append("waited")
+            other.close()
+
+        monkeypatch.setattr(time, "sleep", ended)
+        with compiled_once("programs"), compiled_once("programs"):  # those that waited go on together
+            happened.append("compiled")
+    assert happened == ["waited", "compiled"]
+    with compiled_once("programs"):
+        monkeypatch.setattr(process, "COMPILING_SECONDS", 0.0)  # the other process may be stopped
+        with compiled_once("programs"):
+            happened.append("alone")
+    assert happened[2:] == ["alone"]
 
 
 def test_a_cache_folder_of_another_user_or_that_others_can_replace_is_not_used(
