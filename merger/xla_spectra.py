@@ -131,6 +131,16 @@ def _tried() -> Trial:
     return Trial(by_xla if is_better else None, rate)
 
 
+@cache
+def by_default_device() -> Power | None:
+    """Return the way of JAX's default device, for mergers in a process that trains there, or that of a processor."""
+    device = jax.local_devices()[0]
+    found = on_device(device)
+    if device.platform != "cpu" and has_same_bits(found, f"JAX on {device.device_kind}"):
+        return found
+    return trial().power
+
+
 def has_same_bits(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> bool:
     """Return whether it has numpy's bits on a trial matrix. Other bits are logged."""
     trial_SC = _trial(shape)

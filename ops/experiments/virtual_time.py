@@ -25,6 +25,7 @@ from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
+from archipelago.merger.xla_spectra import by_default_device
 
 
 @dataclass
@@ -119,7 +120,14 @@ class VirtualRun:
     def merger_of(self, shard: int) -> Merger:
         """Return another merger, which has taken the lease of a shard and loaded it."""
         transport = of_shard(self.connect_as("merger"), self.manifest, shard)
-        merger = Merger(transport, self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
+        merger = Merger(
+            transport,
+            self.clock,
+            holder="virtual",
+            live_poll_seconds=0.0,
+            wall=self.clock,
+            compiled=by_default_device,
+        )
         merger.acquire()
         merger.load()
         return merger
