@@ -134,6 +134,7 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             with child(measure, count) as measuring:
                 while found := measuring.receive():
                     rows.append(found)
+                    say(found["what"] + f": {found['ours']:g}")
     return {"models": models, "elements": elements, "rows": rows}
 
 
@@ -168,7 +169,10 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
         say(f"{_what(config)}: steps with syncing and without take turns")
         with child(sync_and_not, server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())) as trainer:
             for number in range(pairs):
-                say(f"{number + 1} of {pairs}: {float(trainer.receive()):.3f} of the time without")
+                on, off = trainer.receive()
+                say(
+                    f"{number + 1} of {pairs}: {on.seconds / off.seconds:.3f} of the time without, {on.synced:,} synced"
+                )
             found: IslandTurns = trainer.receive()
         say(f"profile: {profile} (open it with xprof or TensorBoard); now the same training without syncing")
         with child(train_only, server.url, mine, found.scan_steps, found.steps) as trainer:

@@ -97,7 +97,7 @@ def sync_and_not(
     mesh: str | None,
     profile: str,
 ) -> None:
-    """Take turns with syncing and without, each over whole intervals. Send each ratio, then an `IslandTurns`.
+    """Take turns with syncing and without, each over whole intervals. Send each pair, then an `IslandTurns`.
 
     `mesh` is None for one device. JAX's profile of one more interval with syncing goes to the folder `profile`.
     """
@@ -125,7 +125,7 @@ def sync_and_not(
             island.computation.placement,
         )
         turns.append((on, off))
-        pipe.send(on.seconds / off.seconds)
+        pipe.send((on, off))
     with jax.profiler.trace(profile):
         _synced_turn(island, interval)
     found = IslandTurns(
