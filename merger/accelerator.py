@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from archipelago.merger.spectra import Matrix, Power, Products, by_xla, powered
+from archipelago.merger.spectra import Matrix, Power, by_xla, with_power
 
 log = logging.getLogger(__name__)
 #: An answer that takes longer, also to compile a program, never comes.
@@ -71,17 +71,17 @@ class Accelerator:
         except (OSError, EOFError, RuntimeError) as error:
             self._end(helper, error)
 
-    def _power(self, x_SC: Matrix, exponent: float) -> Matrix:
+    def _power(self, matrix_RC: Matrix, exponent: float) -> Matrix:
         if helper := self._helper:
             try:
-                return helper.changed(x_SC, exponent)
+                return helper.changed(matrix_RC, exponent)
             except (OSError, EOFError, RuntimeError) as error:
                 with self._lock:
                     if self._helper is helper:  # other threads find the same
                         self._helper = None
                         self._end(helper, error)
         otherwise = self._otherwise()
-        return otherwise(x_SC, exponent) if otherwise else powered(x_SC, exponent, Products())
+        return (otherwise or with_power)(matrix_RC, exponent)
 
     def _end(self, helper: _Helper | None, error: Exception) -> None:
         what = "the process for spectra on %s failed (%s), so this processor changes them"
@@ -104,7 +104,7 @@ class _Helper:
             their.close()
             self._lanes.put(_Lane(own, self._process.pid))
 
-    def changed(self, x_SC: Matrix, exponent: float) -> Matrix:
+    def changed(self, matrix_RC: Matrix, exponent: float) -> Matrix:
         """Return what the process computes, from any thread.
 
         Raises:
@@ -113,7 +113,7 @@ class _Helper:
         """
         lane = self._lanes.get()
         try:
-            return lane.changed(x_SC, exponent)
+            return lane.changed(matrix_RC, exponent)
         finally:
             self._lanes.put(lane)
 
@@ -131,22 +131,22 @@ class _Lane:
         self._pipe, self._process = pipe, process
         self._shared: mmap | None = None
 
-    def changed(self, x_SC: Matrix, exponent: float) -> Matrix:
-        if self._shared is None or len(self._shared) < x_SC.nbytes:
+    def changed(self, matrix_RC: Matrix, exponent: float) -> Matrix:
+        if self._shared is None or len(self._shared) < matrix_RC.nbytes:
             file = os.memfd_create("spectra")
-            os.ftruncate(file, x_SC.nbytes)
-            self._shared = mmap(file, x_SC.nbytes)
-            self._pipe.send(x_SC.nbytes)
+            os.ftruncate(file, matrix_RC.nbytes)
+            self._shared = mmap(file, matrix_RC.nbytes)
+            self._pipe.send(matrix_RC.nbytes)
             send_handle(self._pipe, file, self._process)
             os.close(file)
-        shared_SC = np.frombuffer(self._shared, np.float32, x_SC.size).reshape(x_SC.shape)
-        shared_SC[:] = x_SC
-        self._pipe.send((x_SC.shape, exponent))
+        shared_RC = np.frombuffer(self._shared, np.float32, matrix_RC.size).reshape(matrix_RC.shape)
+        shared_RC[:] = matrix_RC
+        self._pipe.send((matrix_RC.shape, exponent))
         if not self._pipe.poll(PATIENCE_SECONDS):
             raise RuntimeError(f"no answer within {PATIENCE_SECONDS:.0f} s")
         if fault := self._pipe.recv():
             raise RuntimeError(fault)
-        return shared_SC.copy()
+        return shared_RC.copy()
 
 
 def _serve(pipes: Sequence[Connection], platform: str) -> None:
@@ -181,8 +181,8 @@ def _answer(pipe: Connection) -> None:
             from archipelago.merger.xla_spectra import on_device
 
             assert shared is not None  # noqa: S101
-            shared_SC = np.frombuffer(shared, np.float32, math.prod(shape)).reshape(shape)
-            shared_SC[:] = on_device(jax.local_devices()[0])(shared_SC, exponent)
+            shared_RC = np.frombuffer(shared, np.float32, math.prod(shape)).reshape(shape)
+            shared_RC[:] = on_device(jax.local_devices()[0])(shared_RC, exponent)
             pipe.send("")
         except Exception as error:  # noqa: BLE001 - of JAX or its plugin; the merger goes on without
             pipe.send(f"{type(error).__name__}: {error}"[:500])

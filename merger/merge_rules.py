@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.wire import Body
-from archipelago.merger.spectra import Power, Spectra, with_power
+from archipelago.merger.spectra import Power, Spectra
 from archipelago.merger.weights import Group
 
 #: The pytree of arrays that a rule keeps for one tensor.
@@ -232,7 +232,7 @@ def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, power: Power) ->
     evenly along the same directions (docs/results/learning.md). p = 0 is isotropic model merging (arXiv 2502.04959),
     and the map of Muon.
     """
-    changed_RC = with_power(matrix_RC, exponent, power)
+    changed_RC = power(matrix_RC, exponent)
     both = (jax.device_put((each.ravel(), np.float32(1.0)), _cpu()) for each in (matrix_RC, changed_RC))
     norm, changed_norm = (_norm(*each) for each in both)
     np.multiply(changed_RC, np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0)), out=matrix_RC)

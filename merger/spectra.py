@@ -38,8 +38,7 @@ Array = Any
 State = TypeVar("State")
 #: Returns a matrix product. It may share the rows of the first matrix among threads, which changes no bit.
 Multiply = Callable[[Wide, Wide], Wide]
-#: Returns U Sᵖ Vᵀ, times some positive number, for a matrix U S Vᵀ and p. The matrix is not taller than wide, and the
-#: magnitude of its largest element is from ½ to 1.
+#: Returns what `with_power` does, to the same bits.
 Power = Callable[[Matrix, float], Matrix]
 
 #: Smaller singular values, as a share of the largest, are noise of the codec. They grow, but stay below the others.
@@ -175,7 +174,7 @@ class Products:
         return self.exponent((sums_S + rounding).astype(np.float32)) + symmetric.exponent - BITS
 
 
-def with_power(matrix_RC: Matrix, exponent: float, power: Power | None = None) -> Matrix:
+def with_power(matrix_RC: Matrix, exponent: float, products: Products | None = None) -> Matrix:
     """Return U Sᵖ Vᵀ for a matrix U S Vᵀ, times some positive number. A matrix of zeros stays one.
 
     Singular values far below FLOOR · max S are damped, and zeros stay zeros but for rounding, so that a matrix of rank
@@ -186,7 +185,7 @@ def with_power(matrix_RC: Matrix, exponent: float, power: Power | None = None) -
     Args:
         matrix_RC: The matrix. Its values are finite.
         exponent: p, 0 or ½.
-        power: Computes it; by default numpy. It decides no bit.
+        products: Numpy's way to multiply. It decides no bit.
     """
     wide_SC = matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T
     largest = max(matrix_RC.max(initial=0.0), -matrix_RC.min(initial=0.0))
@@ -194,9 +193,10 @@ def with_power(matrix_RC: Matrix, exponent: float, power: Power | None = None) -
     # Two powers of two, which round nothing: one alone can be too large for float32. `ldexp` takes ten times as long.
     wide_SC = np.multiply(wide_SC, np.float32(2.0 ** (scale // 2)), order="C")
     wide_SC *= np.float32(2.0 ** (scale - scale // 2))
-    out_SC = power(wide_SC, exponent) if power else powered(wide_SC, exponent, Products())
+    out_SC = powered(wide_SC, exponent, products or Products())
     out_RC = out_SC if out_SC.shape == matrix_RC.shape else out_SC.T
-    return np.add(out_RC, np.float32(0.0), order="C")  # no zero has a sign
+    changed_RC: Matrix = np.add(out_RC, np.float32(0.0), order="C")  # no zero has a sign
+    return changed_RC
 
 
 def operations(shape: tuple[int, int], exponent: float) -> float:
@@ -210,7 +210,10 @@ def operations(shape: tuple[int, int], exponent: float) -> float:
 
 
 def powered(x_SC: Array, exponent: float, products: Products) -> Array:
-    """Return U Sᵖ Vᵀ, times some positive number, by these products. For the other arguments, see `Power`."""
+    """Return U Sᵖ Vᵀ, times some positive number, by these products.
+
+    The matrix is not taller than wide, and the magnitude of its largest element is from ½ to 1.
+    """
     if exponent not in {0.0, 0.5}:
         raise ValueError(f"the exponent {exponent} is neither 0 nor 0.5")
     x = products.rounded(x_SC)
@@ -328,11 +331,12 @@ class Spectra:
             rows.shutdown(wait=False, cancel_futures=True)
             self.seconds += self._clock() - began
 
-    def _power(self, rows: ThreadPoolExecutor, x_SC: Matrix, exponent: float) -> Matrix:
+    def _power(self, rows: ThreadPoolExecutor, matrix_RC: Matrix, exponent: float) -> Matrix:
         """Change a spectrum by the fastest way. A matrix of zeros lets a merger that starts compile its programs."""
-        if operations(x_SC.shape, exponent) >= _COMPILED and (compiled := self._compiled()):
-            return compiled(x_SC, exponent)
-        return powered(x_SC, exponent, Products(np, partial(self._multiply, rows))) if x_SC.any() else x_SC
+        if operations(matrix_RC.shape, exponent) >= _COMPILED and (compiled := self._compiled()):
+            return compiled(matrix_RC, exponent)
+        products = Products(np, partial(self._multiply, rows))
+        return with_power(matrix_RC, exponent, products) if matrix_RC.any() else np.zeros_like(matrix_RC)
 
     def _multiply(self, rows: ThreadPoolExecutor, left_AK: Wide, right_KB: Wide) -> Wide:
         """Return the product of two matrices. Threads take rows of a large one."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from archipelago.merger.accelerator import Accelerator
-from archipelago.merger.spectra import Matrix, Power, Spectra, with_power
+from archipelago.merger.spectra import Matrix, Power, Spectra
 
 #: A shape that is worth a compiled program.
 LARGE = (300, 1500)
@@ -20,7 +20,7 @@ def changed(compiled: Callable[[], Power | None]) -> dict[tuple[float, float], b
     found = dict[tuple[float, float], bytes]()
 
     def work(matrix_RC: Matrix, exponent: float, power: Power) -> None:
-        found[float(matrix_RC[0, 0]), exponent] = with_power(matrix_RC, exponent, power).tobytes()
+        found[float(matrix_RC[0, 0]), exponent] = power(matrix_RC, exponent).tobytes()
 
     matrices = np.random.default_rng(0).standard_normal((2, *LARGE), np.float32)
     asked = list(zip(matrices, (0.0, 0.5), strict=True))

@@ -13,7 +13,7 @@ from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import RoundMember
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.merge_load import merge_load
-from archipelago.merger import merge_rules
+from archipelago.merger import spectra
 from archipelago.merger.main import RoundTelemetry, values
 from archipelago.merger.service import Merger
 from tests import samples
@@ -70,7 +70,7 @@ def test_a_merger_that_cannot_keep_up_says_so_once(
         run.clock.now += 2.0
         return matrix_RC
 
-    monkeypatch.setattr(merge_rules, "with_power", with_power)
+    monkeypatch.setattr(spectra, "with_power", with_power)
     merger = run.merger()
     merger.wall = lambda: 1e9 + run.clock.now
     listening(merger, KeptCurves())
