@@ -14,7 +14,14 @@ from pathlib import Path
 
 from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
 from archipelago.broker.machine import require_extra
-from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, print_json, stop_on_signals
+from archipelago.broker.process import (
+    RUN_VARIABLE,
+    URL_VARIABLE,
+    Patience,
+    connect_to,
+    print_json,
+    stop_on_signals,
+)
 from archipelago.ops.dashboard.page_data import Boards
 from archipelago.ops.run_source import RUNS, RunSource, address_of, shown
 from archipelago.ops.settings import say
@@ -22,6 +29,8 @@ from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.run_list import all_runs
 
 STOP_SECONDS = 5
+#: How long the page waits for the Redis and for its run, which may start after it.
+WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -48,8 +57,9 @@ def main(options: DashOptions) -> int:
     named = options.run or os.environ.get(RUN_VARIABLE) or (options.url and "://" not in options.url)
     with ExitStack() as stack:
         if named:
-            found = stack.enter_context(options.open())
-            watch = Watcher(found.transport, address=found.address)
+            awaited = Patience(WAIT_SECONDS, stopped)
+            found = awaited(lambda: stack.enter_context(options.open()))
+            watch = awaited(lambda: Watcher(found.transport, address=found.address), for_run=True)
             run, boards = watch.manifest.run, Boards(watch)
         else:
             run, boards = "", Boards(None, lambda: all_runs(options.url, RUNS), lambda run: _opened(run, options.url))

@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.request
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,10 +33,14 @@ from tests.ops.dashboard.test_dashboard import MANIFEST, a_run, close_round
 @pytest.fixture
 def url(url: str) -> str:
     """Return the URL of a database with one run, `sample`."""
-    transport = connect(url, "sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    transport.close()
+    create(url, "sample")
     return url
+
+
+def create(url: str, run: str) -> None:
+    manifest = replace(MANIFEST, run=run)
+    with closing(connect(url, run)) as transport:
+        transport.create(manifest, samples.first_snapshots(manifest))
 
 
 def shown(address: str, charts: int = 0) -> Any:
@@ -58,8 +63,8 @@ def test_a_page_gets_each_reading_and_new_charts_and_the_threads_end_with_the_se
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: signal.Signals) -> None:
-    words = ["dash", url, "--run", "sample", "--port", "0", "--json"]
+def test_it_waits_for_its_run_and_a_signal_ends_it_while_a_page_is_connected(url: str, number: signal.Signals) -> None:
+    words = ["dash", url, "--run", "later", "--port", "0", "--json"]
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "archipelago", *words],
         stdout=subprocess.PIPE,
@@ -68,11 +73,13 @@ def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: signal.Sig
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
+        assert "there is no run 'later'" in process.stderr.readline()
+        create(url, "later")
         told = json.loads(process.stdout.readline())
         greeting = process.stderr.readline()
         found = re.search(r"(http://127\.0\.0\.1:\d+) ", greeting)
         assert found, greeting
-        assert told == {"run": "sample", "address": found[1]}
+        assert told == {"run": "later", "address": found[1]}
         with closing(http.client.HTTPConnection(found[1].removeprefix("http://"))) as connection:
             connection.request("GET", "/healthz")
             assert connection.getresponse().read()
