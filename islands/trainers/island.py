@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import bisect
+import inspect
 import logging
 import sys
 import warnings
@@ -60,6 +61,7 @@ class TrainerIsland:
 
         Raises:
             ConfigError: `steps` is no length (`config.value`).
+            TypeError: `create` has no such argument.
         """
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ConfigError(f"`steps` cannot be {steps!r}", "Give a length such as 20_000.", code="config.value")
@@ -68,6 +70,7 @@ class TrainerIsland:
             "buffers": buffers, "trained": trained, "names": names, "wait_seconds": wait_seconds
         }  # fmt: skip
         self._island, self._settings, self._final_seconds = island, settings, final_seconds
+        inspect.signature(create).bind(url, name, None, steps=steps, **self._shared, **settings)
         self._run: Any = None  # the last one, from the first training on
         self._scaler: Any = None
         self._scale = 0.0

@@ -183,6 +183,8 @@ def test_adapters_are_trained_and_the_base_is_compared(url: str) -> None:
 
 def test_bad_input_is_one_error_with_a_code(url: str) -> None:
     callback = ArchipelagoCallback(url, "own", steps=100, sync=SYNC)
+    with pytest.raises(TypeError, match="stepps"):  # where it is written, and not when training begins
+        ArchipelagoCallback(url, "own", stepps=100)
     archipelago.pytorch.create(url, "own", Network(), steps=100, sync=SYNC)
     best: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     with failing(ConfigError, "trainer.option"):
