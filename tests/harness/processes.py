@@ -33,6 +33,8 @@ SETTINGS = [
 #: The shortest step of an island. Without a minimum, islands take all cores while a test waits for other processes.
 PACE = {STEP_VARIABLE: "0.05"}
 UNPACED = {STEP_VARIABLE: "0"}
+#: A process that a signal of its own ends, such as an abort of a library at exit, says where its threads were.
+SAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 class Processes:
@@ -59,7 +61,7 @@ class Processes:
             process = subprocess.Popen(
                 [*self.prefix, sys.executable, *args],
                 cwd=self.folder,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **PACE, **self.environment, **environment},
+                env={**os.environ, **SAYS, **PACE, **self.environment, **environment},
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
