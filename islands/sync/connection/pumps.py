@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 REFUSALS_MAX = 10
 #: The code of such a refusal.
 REFUSED = "broker.access"
+#: A thread waits so long for Python's lock, at most, while a training loop computes in Python. By default it is 5 ms,
+#: for each of the hundreds of operations that take a snapshot apart.
+SWITCH_SECONDS = 0.0005
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,7 @@ class Pumps:
 
     def start(self) -> None:
         """Start one thread for each pump."""
+        sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         for pump in self._pumps:
             thread = threading.Thread(target=self._keep_pumping, args=(pump,), name=f"link-{pump.name}", daemon=True)
             thread.start()
