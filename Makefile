@@ -77,8 +77,9 @@ $(READY): requirements.lock
 # train with transformers, Lightning, accelerate, TRL, peft and Tunix, and run the scripts of docs/examples as they are. Tunix asks for
 # many packages that its trainer does not import, so only those that it does are installed. moto is the S3
 # server of the tests; botocore is pinned because s3fs needs one of few versions. The last three check ops/deploy.
+# Python compiles what it imports, a small part of it: pip would compile all of it for 40 s.
 $(TORCH): $(READY) Makefile
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
 		accelerate==1.15.0 lightning==2.6.6 trl==1.16.0 datasets==5.2.0 nbclient==0.11.0 ipykernel==7.4.0 \
 		equinox==0.13.8 grain==0.2.18 scikit-learn==1.9.1 \
 		s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 boto3==1.43.117 moto==5.2.5 py-partiql-parser==0.6.3 \
