@@ -215,7 +215,7 @@ class Alone:
     """An island of one process: a thread of the first process."""
 
     def __init__(self, url: str) -> None:
-        # The model is made here, because all threads take random numbers from one generator.
+        # All threads take random numbers from one generator: the model is made here, and inputs come from another one.
         self.optimizer_origin, self._url, self._model = "", url, tuned()
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._train, daemon=True)
 
@@ -226,12 +226,12 @@ class Alone:
         return bool(self.optimizer_origin)
 
     def _train(self) -> None:
-        model = self._model
+        model, generator = self._model, torch.Generator()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with join(self._url, "island", model, optimizer, island="alone") as run:
             self.optimizer_origin = run.optimizer_origin
             while not self._stop.wait(0.005):
-                loss = model(torch.randn(4, 64)).square().mean()
+                loss = model(torch.randn(4, 64, generator=generator)).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
