@@ -172,18 +172,24 @@ def keep_compiled() -> None:
 
 @contextmanager
 def compiled_once(programs: str) -> Iterator[None]:
-    """Compile the programs of this name, unless a process of this machine does so: then wait for it.
+    """Let one process of a machine compile the programs of this name, while the others wait for it.
 
-    Those that have waited read the programs from the cache (`keep_compiled`). Nobody waits longer than
-    COMPILING_SECONDS, because the other process may be stopped.
+    Then these read the programs from the cache (`keep_compiled`), and so does every later process at once. The wait
+    ends after COMPILING_SECONDS, because the other process may be stopped.
     """
     folder = os.environ.get(CACHE_VARIABLE, "")
     with ExitStack() as held:
+        lock: IO[str] | None = None
         if folder and "://" not in folder:
             with suppress(OSError):  # such as a file system without locks: each process compiles for itself
                 lock = held.enter_context((Path(folder) / f"{programs}.lock").open("a"))
-                _lock_or_wait(lock, time.monotonic() + COMPILING_SECONDS)
+                if not lock.tell():  # nobody has compiled them yet
+                    _lock_or_wait(lock, time.monotonic() + COMPILING_SECONDS)
         yield
+        if lock is not None and not lock.tell():
+            with suppress(OSError):
+                lock.write("compiled\n")
+                lock.flush()
 
 
 def _lock_or_wait(file: IO[str], deadline: float) -> None:

@@ -134,21 +134,41 @@ def test_programs_are_compiled_by_one_process_of_a_machine(cache: Path, monkeypa
     with ExitStack() as other:
         other.enter_context(compiled_once("programs"))
         with compiled_once("others"):
-            pass  # nobody waits for programs of another name
+            happened.append("compiled others")
 
         def ended(_: float) -> None:
             happened.append("waited")
             other.close()
 
         monkeypatch.setattr(time, "sleep", ended)
-        with compiled_once("programs"), compiled_once("programs"):  # those that waited go on together
-            happened.append("compiled")
-    assert happened == ["waited", "compiled"]
-    with compiled_once("programs"):
-        monkeypatch.setattr(process, "COMPILING_SECONDS", 0.0)  # the other process may be stopped
         with compiled_once("programs"):
-            happened.append("alone")
-    assert happened[2:] == ["alone"]
+            happened.append("read")
+    assert happened == ["compiled others", "waited", "read"]
+    with compiled_once("programs"), compiled_once("programs"):
+        happened.append("read again")  # from then on nobody waits
+    assert happened[3:] == ["read again"]
+
+
+def test_processes_wait_together_and_not_for_one_that_is_stopped_or_dies(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_compiled()
+    happened: list[str] = []
+    dies = ExitStack()
+    dies.enter_context(compiled_once("programs"))
+
+    def died(_: float) -> None:
+        happened.append("waited")
+        dies.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    monkeypatch.setattr(time, "sleep", died)
+    with compiled_once("programs"), compiled_once("programs"):  # it has compiled nothing, so both do
+        happened.append("compiled")
+    assert happened == ["waited", "compiled"]
+    monkeypatch.setattr(process, "COMPILING_SECONDS", 0.0)
+    with compiled_once("others"), compiled_once("others"):
+        happened.append("compiled alone")
+    assert happened[2:] == ["compiled alone"]
 
 
 def test_a_cache_folder_of_another_user_or_that_others_can_replace_is_not_used(
