@@ -70,6 +70,7 @@ class TrainerIsland:
             "buffers": buffers, "trained": trained, "names": names, "wait_seconds": wait_seconds
         }  # fmt: skip
         self._island, self._settings, self._final_seconds = island, settings, final_seconds
+        # A misspelt setting is an error here, and not when training begins.
         inspect.signature(create).bind(url, name, None, steps=steps, **self._shared, **settings)
         self._run: Any = None  # the last one, from the first training on
         self._scaler: Any = None
