@@ -147,24 +147,30 @@ def _tried() -> Trial:
     return Trial(by_xla if is_better else None, rate)
 
 
-@cache
 def by_default_device() -> Power | None:
     """Return the way of JAX's default device, for mergers in a process that trains there, or that of a processor."""
+    with _ONE_TRIAL:
+        power = _of_default_device()
+    return power or trial().power
+
+
+@cache
+def _of_default_device() -> Power | None:
     device = jax.local_devices()[0]
     found = on_device(device)
-    if device.platform != "cpu" and has_same_bits(found, f"JAX on {device.device_kind}"):
-        return found
-    return trial().power
+    is_same = device.platform != "cpu" and has_same_bits(found, f"JAX on {device.device_kind}")
+    return found if is_same else None
 
 
 def has_same_bits(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> bool:
-    """Return whether it has numpy's bits on a trial matrix. Other bits are logged."""
-    trial_SC = _trial(shape)
+    """Return whether it has numpy's bits on a trial matrix, wide and tall. Other bits are logged."""
+    wide_SC = _trial(shape)
     for exponent in (0.0, 0.5):
-        expected_SC = with_power(trial_SC, exponent)
-        if not np.array_equal(candidate(trial_SC, exponent).view(np.uint32), expected_SC.view(np.uint32)):
-            log.warning(_OTHER_BITS, name)
-            return False
+        expected_SC = with_power(wide_SC, exponent)
+        for matrix_RC, expected_RC in ((wide_SC, expected_SC), (np.ascontiguousarray(wide_SC.T), expected_SC.T)):
+            if not np.array_equal(candidate(matrix_RC, exponent).view(np.uint32), expected_RC.view(np.uint32)):
+                log.warning(_OTHER_BITS, name)
+                return False
     return True
 
 
