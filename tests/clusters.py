@@ -138,9 +138,8 @@ class Cluster:
     ) -> None:
         self._until, self.tls, self._silent_ms = until, tls, silent_ms if replicas else PATIENT_MS
         count = 3 * (1 + replicas)
-        self.nodes = [self._node(folder / str(index)) for index in range(count)]
-        for node in self.nodes:
-            until(node.answers, f"node {node.folder} to answer")
+        begun = [self._node(folder / str(index)) for index in range(count)]
+        self.nodes = [self._answering(node) for node in begun]
         self.ids = {node.port: node.client.execute_command("CLUSTER MYID").decode() for node in self.nodes}
         share = -(-REDIS_CLUSTER_HASH_SLOTS // 3)
         for index, node in enumerate(self.nodes[:3]):
@@ -162,6 +161,16 @@ class Cluster:
         cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._silent_ms)]
         cluster += ["--cluster-replica-validity-factor", "0", "--cluster-port", str(free_port())]
         return Node(folder, data_options(*cluster, *(["--tls-cluster", "yes"] if self.tls else [])), self.tls)
+
+    def _answering(self, node: Node) -> Node:
+        """Return the node once it answers, or another one if a process took one of its ports before it did."""
+        self._until(lambda: node.answers() or not node.is_running, f"node {node.folder} to answer")
+        if node.is_running:
+            return node
+        said = (node.folder / "log").read_text()
+        assert "Failed listening on port" in said, said
+        node.end()
+        return self._answering(self._node(node.folder.with_name(f"{node.folder.name}-again")))
 
     def _knows_all(self, node: Node) -> bool:
         found = node.client.execute_command("CLUSTER NODES")
