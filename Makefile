@@ -10,6 +10,9 @@ FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__
 WORKERS := auto
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 ARGS ?=
+# uv installs in a fifth of the time that pip takes. It does not read pip's settings, such as another index: then pip does it.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+install = { $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) 2> /dev/null || $(PIP) $(1); }
 # Python keeps what it compiles, whatever the environment says. Without it, each process of a test compiles all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -70,34 +73,36 @@ $(READY): requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11. Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
+	@sed -n '/^uv==/,/# via/p' requirements.lock > $(VENV)/uv.lock
+	$(PIP) --require-hashes -r $(VENV)/uv.lock
+	@export UV_COMPILE_BYTECODE=1; $(call install,--no-deps --require-hashes -r requirements.lock)
 	@touch $@
 
 # PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without. The tests
 # train with transformers, Lightning, accelerate, TRL, peft and Tunix, and run the scripts of docs/examples as they are. Tunix asks for
 # many packages that its trainer does not import, so only those that it does are installed. moto is the S3
 # server of the tests; botocore is pinned because s3fs needs one of few versions. The last three check ops/deploy.
-# Python compiles what it imports, a small part of it: pip would compile all of it for 40 s.
+# pip takes PyTorch, because its settings may name another build. compileall does on all cores what pip does on one; one file of
+# PyTorch is for a newer Python than ours.
 $(TORCH): $(READY) Makefile
-	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
+	@if $(PIP) --no-compile torch==2.13.0 && $(call install,torch==2.13.0 transformers==5.23.0 peft==0.21.2 \
 		accelerate==1.15.0 lightning==2.6.6 trl==1.16.0 datasets==5.2.0 nbclient==0.11.0 ipykernel==7.4.0 \
 		equinox==0.13.8 grain==0.2.18 scikit-learn==1.9.1 \
 		s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 boto3==1.43.117 moto==5.2.5 py-partiql-parser==0.6.3 \
 		flask==3.1.3 flask-cors==6.0.5 \
-		kubernetes-validate==1.37.0 podman-compose==1.6.0 compose-spec==0.2.1 && \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps google-tunix==0.1.7 \
-		google-metrax==0.2.4 clu==0.0.12 perfetto==0.59.1 sentencepiece==0.2.3 pillow==13.0.0; \
-	then touch $@; else \
+		kubernetes-validate==1.37.0 podman-compose==1.6.0 compose-spec==0.2.1) && \
+		$(call install,--no-deps google-tunix==0.1.7 \
+		google-metrax==0.2.4 clu==0.0.12 perfetto==0.59.1 sentencepiece==0.2.3 pillow==13.0.0); \
+	then touch $@; $(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python3*/site-packages/torch > /dev/null || true; else \
 		echo "warning: PyTorch cannot be installed, so its tests are skipped; in CI they fail" >&2; fi
 
 # What makes the site is not in the lock, because neither a run nor a test needs it.
 $(DOCS): $(READY) Makefile
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 mkdocstrings-python==2.0.11
+	@$(call install,mkdocs-material==9.8.2 mkdocstrings-python==2.0.11)
 	@touch $@
 
 # The build links each file into one package, so it runs again when a folder gains or loses a file.
 $(LINKED): $(READY) pyproject.toml $(FOLDERS)
 	@rm -rf build
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-		--config-settings editable_mode=strict --editable .
+	@$(call install,--no-deps --no-build-isolation --config-settings editable_mode=strict --editable .)
 	@touch $@
