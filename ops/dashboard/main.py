@@ -29,8 +29,6 @@ from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.run_list import all_runs
 
 STOP_SECONDS = 5
-#: How long the page waits for the Redis and for its run, which may start after it.
-WAIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,20 @@ class DashOptions(RunSource):
     """More host names under which browsers reach the page, such as that of a proxy. Other names are refused."""
     port: int = 8765
     """The port to listen on. 0 takes a free one."""
+    wait_seconds: float = 30.0
+    """How many seconds to wait for a Redis that does not answer, and for the run that is named; 0 fails at once."""
     json: bool = False
     """Print one JSON object with the address, once it serves."""
 
 
 def main(options: DashOptions) -> int:
     require_extra("dash", "The dashboard")
+    require_number("--wait-seconds", options.wait_seconds, "Give a number of seconds, or 0.")
     stopped = stop_on_signals()
     named = options.run or os.environ.get(RUN_VARIABLE) or (options.url and "://" not in options.url)
     with ExitStack() as stack:
         if named:
-            awaited = Patience(WAIT_SECONDS, stopped)
+            awaited = Patience(options.wait_seconds, stopped)
             found = awaited(lambda: stack.enter_context(options.open()))
             watch = awaited(lambda: Watcher(found.transport, address=found.address), for_run=True)
             run, boards = watch.manifest.run, Boards(watch)

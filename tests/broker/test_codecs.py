@@ -204,7 +204,8 @@ def _approximate(jaxpr: Any, consts: Any, *values: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_device_that_approximates_divisions_sends_the_same_bits(name: str) -> None:
-    values_N = np.random.default_rng(5).standard_normal(1 << 20, np.float32)
+    divides = name in {"int8", "int4"}  # few of many values lie where the last bit of a quotient matters
+    values_N = np.random.default_rng(5).standard_normal(1 << (20 if divides else 14), np.float32)
     program = jax.make_jaxpr(lambda values_N: codec(name).quantise(values_N, jnp))(values_N)
     parts = _approximate(program.jaxpr, program.consts, jnp.asarray(values_N))
     assert body_of(tuple(parts)) == codec(name).encode(values_N)

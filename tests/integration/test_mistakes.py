@@ -104,8 +104,9 @@ MISTAKES = [
     # watching and steering
     ("dash RUNS --port TAKEN", "config.value"),
     ("dash RUNS --host 192.0.2.1 --port 0", "config.value"),
-    ("dash RUNS --run beta", "broker.unknown-run"),
+    ("dash RUNS --run beta --wait-seconds 0", "broker.unknown-run"),
     ("dash RUNS --port 70000", "config.value"),
+    ("dash RUNS --wait-seconds nan", "config.value"),
     ("doctor RUNS --seconds nan", "config.value"),
     ("steer outer.learning_rate=1", "config.which-run"),
     ("steer RUNS outer.learning_rat=1", "control.value"),
