@@ -183,7 +183,7 @@ def compiled_once(programs: str) -> Iterator[None]:
         if folder and "://" not in folder:
             with suppress(OSError):  # such as a file system without locks: each process compiles for itself
                 lock = held.enter_context((Path(folder) / f"{programs}.lock").open("a"))
-                if not lock.tell():  # nobody has compiled them yet
+                if not lock.tell():  # it is empty until a process has compiled the programs
                     _lock_or_wait(lock, time.monotonic() + COMPILING_SECONDS)
         yield
         if lock is not None and not lock.tell():

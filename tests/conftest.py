@@ -36,6 +36,8 @@ settings.register_profile("archipelago", deadline=None, print_blob=True, max_exa
 settings.load_profile("archipelago")
 
 HOME_VARIABLE = "ARCHIPELAGO_TEST_HOME"
+#: A folder for compiled programs that sessions share. It is not the user's own, because a killed process may damage it.
+COMPILED_VARIABLE = "ARCHIPELAGO_TEST_COMPILED"
 
 
 #: The home folder, in the one process of a session that made it and that deletes it.
@@ -55,8 +57,8 @@ def _make_home() -> None:
     programs = Path(home) / "bin"
     programs.mkdir()
     hide_other_servers(programs)
-    os.environ.update({HOME_VARIABLE: home, "HOME": home})
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{home}/jax")
+    compiled = os.environ.get(COMPILED_VARIABLE, f"{home}/jax")
+    os.environ.update({HOME_VARIABLE: home, "HOME": home, "JAX_COMPILATION_CACHE_DIR": compiled})
     for name in [name for name in os.environ if name.startswith("XDG_")]:
         del os.environ[name]
 

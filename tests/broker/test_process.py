@@ -145,7 +145,7 @@ def test_programs_are_compiled_by_one_process_of_a_machine(cache: Path, monkeypa
             happened.append("read")
     assert happened == ["compiled others", "waited", "read"]
     with compiled_once("programs"), compiled_once("programs"):
-        happened.append("read again")  # from then on nobody waits
+        happened.append("read again")  # no process waits once the programs are compiled
     assert happened[3:] == ["read again"]
 
 
