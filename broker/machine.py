@@ -32,7 +32,6 @@ PACKAGES = {
     "dash": ("plotly", "starlette", "uvicorn"),
     "gcs": ("gcsfs",),
     "llama": ("torch", "transformers"),
-    "plots": ("tensorboardX",),
     "s3": ("s3fs",),
     "torch": ("torch",),
 }

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -140,8 +139,6 @@ def prepared_here(options: IslandOptions) -> PreparedIsland:
         with progress("loading and compiling everything that an island needs"):
             prepared = prepared_for(options, manifest, task)
             prepared.rehearse(whole(transport, manifest), awaited, options.scan_steps)
-            if (curves := options.event_file(Path())) is not None:
-                curves.load()
     finally:
         transport.close()
     return prepared

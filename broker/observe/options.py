@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from archipelago.broker.buckets.folder import BucketFolder, chosen, open_bucket
-from archipelago.broker.machine import install_hint
 from archipelago.broker.observe import probes
-from archipelago.broker.observe.curves import EventFile, has_tensorboard
+from archipelago.broker.observe.curves import EventFile
 from archipelago.broker.observe.logs import Origin, log_to_stderr
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.process import RUN_VARIABLE
@@ -22,8 +21,8 @@ log = logging.getLogger(__name__)
 class CurveOptions:
     """Options of processes that log and write metric curves."""
 
-    tensorboard: bool = field(default_factory=has_tensorboard)
-    """Write curves as TensorBoard event files into the worker's folder `tensorboard` (needs the extra `plots`)."""
+    tensorboard: bool = True
+    """Write curves as TensorBoard event files into the worker's folder `tensorboard`."""
     log_json: bool = False
     """Log one JSON object on each line: time, level, who, run, island, round, code, message."""
 
@@ -39,9 +38,7 @@ class CurveOptions:
 
     def event_file(self, folder: Path) -> EventFile | None:
         """Return the event files of a worker's curves in its folder; None if there are to be none."""
-        if self.tensorboard and not has_tensorboard():
-            log.warning("curves are off: tensorboardX is not installed. %s", install_hint("plots"))
-        return EventFile(folder / "tensorboard") if self.tensorboard and has_tensorboard() else None
+        return EventFile(folder / "tensorboard") if self.tensorboard else None
 
 
 @dataclass(frozen=True)

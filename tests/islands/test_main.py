@@ -57,7 +57,7 @@ def test_an_excluded_island_claims_nothing(url: str, transport: RedisTransport, 
 @pytest.mark.full
 def test_a_start_loads_no_optional_library() -> None:
     """Importing one of these would delay each start by a large part of a second."""
-    late = {"orbax", "tokenizers", "tensorboardX", "fakeredis"}
+    late = {"orbax", "tokenizers", "torch", "fakeredis"}
     imports = "import sys; from archipelago.islands import checkpoint, main, prepared, running, worker"
     code = f"{imports}; print(*({late} & sys.modules.keys()))"
     found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)

@@ -96,7 +96,7 @@ def test_the_dashboard_needs_its_extra_but_other_verbs_do_not(url: str, monkeypa
             patch.setitem(sys.modules, package, None)
             with failing(ConfigError, "config.extra"):
                 run(["dash", url, "--run", "sample"])
-    for package in ("starlette", "uvicorn", "plotly", "tensorboardX"):
+    for package in ("starlette", "uvicorn", "plotly"):
         monkeypatch.setitem(sys.modules, package, None)
     with failing(ConfigError, "config.extra"):
         application(None)  # type: ignore[arg-type]
