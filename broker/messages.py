@@ -338,10 +338,18 @@ class Counters:
     bytes_up: Count = 0
     bytes_down: Count = 0
 
+    @property
+    def pending(self) -> Pending:
+        """The contributions that were neither merged nor refused."""
+        return Pending(
+            max(0, self.published - self.merged - self.refused),
+            max(0, self.published_tokens - self.merged_tokens - self.refused_tokens),
+        )
+
 
 @dataclass(frozen=True)
 class Pending:
-    """The number and the tokens of contributions that were published, but neither merged nor refused."""
+    """A number of contributions, and the tokens of those that can be read."""
 
     contributions: int
     tokens: int

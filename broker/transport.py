@@ -30,7 +30,6 @@ from archipelago.broker.messages import (
     Event,
     Handover,
     Note,
-    Pending,
     Refusal,
     Snapshot,
     TapeEntry,
@@ -176,9 +175,6 @@ class ReaderClient(Protocol):
 
     def backlog(self) -> int:
         """Return how many published contributions are neither merged nor refused."""
-
-    def pending(self) -> Pending:
-        """Return the number of these contributions, and the tokens of those that can be read."""
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         """Return the resume position (pass, sequences read) of each started range of text."""

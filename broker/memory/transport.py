@@ -19,7 +19,6 @@ from archipelago.broker.messages import (
     Event,
     Handover,
     Note,
-    Pending,
     Refusal,
     Snapshot,
     TapeEntry,
@@ -159,12 +158,6 @@ class MemoryReader:
     def backlog(self) -> int:
         with self._broker.opened(self._run) as run:
             return len(run.updates)
-
-    def pending(self) -> Pending:
-        with self._broker.opened(self._run) as run:
-            counters = run.accounts()
-            tokens = counters.published_tokens - counters.merged_tokens - counters.refused_tokens
-            return Pending(len(run.updates), tokens)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         with self._broker.opened(self._run) as run:

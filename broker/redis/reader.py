@@ -71,7 +71,7 @@ class RedisReader:
         self.last_event, self.events, self.refusals = self._events.last, self._events.after, self._events.refusals
         self.instance, self.memory, self.cursors = connection.instance, connection.memory, connection.cursors
         self.runs, self.manifest, self.uid = stored.names, stored.manifest, stored.uid
-        self.backlog, self.pending = updates.backlog, updates.pending
+        self.backlog = updates.backlog
         self._beats = HeartbeatOrder(time.monotonic)
         self._verified: dict[str, Raw] = {}
         self._bytes: dict[str, int] = {}  # how much memory the keys of islands take at the server
@@ -236,7 +236,7 @@ class RedisReader:
         counts, faults = counts_in(text_fields(raw))
         for name in faults:
             self.connection.warn_once(f"the count {name!r} in the counters", WireError("it is not a number"))
-        stored, found = Counters(**counts), self.pending()
+        stored, found = Counters(**counts), self.updates.pending()
         return dataclasses.replace(
             stored,
             bytes_down=min(COUNT_MAX, stored.bytes_down + self._downloaded()),

@@ -19,7 +19,6 @@ from archipelago.broker.messages import (
     Counters,
     Event,
     Note,
-    Pending,
     Refusal,
     Snapshot,
     TapeEntry,
@@ -118,10 +117,6 @@ class ShardedReader:
 
     def backlog(self) -> int:
         return sum(self._each(lambda reader: reader.backlog()).values())
-
-    def pending(self) -> Pending:
-        found = self._each(lambda reader: reader.pending()).values()
-        return Pending(sum(each.contributions for each in found), sum(each.tokens for each in found))
 
     def tape(self, count: int) -> list[TapeEntry]:
         found: list[tuple[float, TapeEntry]] = []

@@ -45,7 +45,7 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
     """Return all figures of a storm, beside those of the same run without faults and of the baseline."""
     states, step = timelines(storm), storm.shortest_step_seconds
     trained = round(storm.steps_between(-math.inf, math.inf) * storm.tokens_per_step)
-    settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.pending.tokens)
+    settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.counters.pending.tokens)
     merged, refused, pending = (tokens // storm.layout.count for tokens in settled)
     own_step = {island: storm.step_seconds[island] or step for island in storm.islands}
     live = sum(seconds_in(states[i], SERVING, storm.begin, storm.end) / own_step[i] for i in storm.islands)

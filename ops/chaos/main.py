@@ -275,7 +275,7 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
         closed_at={entry.round: monotonic(entry) for entry in tape},
         tape=tape,
         counters=transport.reader.counters(),
-        pending=transport.reader.pending(),
+        sent={(p.heartbeat.island, p.heartbeat.incarnation): p.heartbeat.sent for p in transport.reader.presences()},
         refused=_refused(processes),
         held_out_loss=_held_out_loss(plan, transport),
         unit=loss_unit(processes.manifest.corpus).name,

@@ -257,7 +257,7 @@ class RunProcesses(FaultInjector):
         while time.monotonic() < deadline:
             self.poll()
             with suppress(BrokerError):
-                if self.transport.reader.backlog() == 0 and self.transport.reader.pending().contributions == 0:
+                if self.transport.reader.backlog() == 0:
                     return True
             time.sleep(0.05)
         return False

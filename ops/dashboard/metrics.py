@@ -31,7 +31,6 @@ RUN = {
     "archipelago_run_contributions_per_round": ("contributions_per_round", "Mean over the recent rounds."),
     "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
     "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
-    "archipelago_run_counters_balanced": ("balanced", "1 if published = merged + refused + pending, by count, else 0."),
     "archipelago_run_unreadable_records": ("unreadable", "Records that cannot be read and are skipped."),
     "archipelago_run_unfinished": ("unfinished", "1 while the run has steps to make, else 0."),
     "archipelago_run_memory_used_bytes": ("memory_bytes", "Memory that Redis uses."),

@@ -18,7 +18,7 @@ from typing import Any
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import UNSAVED, Counters, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
+from archipelago.broker.messages import UNSAVED, Counters, Evaluation, Note, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import count_in, merged_tokens, parsed_state, summed
 from archipelago.broker.shards.transport import opened, shards_away, whole
@@ -27,8 +27,6 @@ from archipelago.ops.watch.advice import Problem, problems, state_of
 from archipelago.ops.watch.history import RECENT_ROUNDS, Event, History, events_of, mean
 from archipelago.ops.watch.run_view import IslandView, RunView
 
-#: A round that closes during a reading makes its accounts inconsistent, so we read again, at most this often.
-BALANCE_TRIES = 5
 REFUSALS_READ = 100
 LOOK_SECONDS = 1.0
 #: Evaluations and refusals are read again after this time, and so rarely that it takes at most this share of the time.
@@ -50,23 +48,16 @@ def observe(
     evaluations: Sequence[Evaluation] | None = None,
     refusals: Sequence[tuple[float, Refusal]] | None = None,
     notes: Sequence[Note] | None = None,
-    *,
-    briefly: bool = False,
 ) -> RunView:
     """Return the run as Redis has it now, on a connection to all its shards. Raise BrokerError.
 
-    Recent rounds, evaluations, refusals and notes are given if they were read already, or are not needed. `briefly` is
-    for a reading every second: pending contributions are counted without reading the stream, and their tokens are
-    derived from the accounts, so `balanced` covers contributions only.
+    Recent rounds, evaluations, refusals and notes are given if they were read already, or are not needed.
     """
     reader = transport.reader
-    counters, pending = _accounts(reader, briefly)
-    tries = BALANCE_TRIES
-    while not _balanced(counters, pending) and (tries := tries - 1):
-        counters, pending = _accounts(reader, briefly)
+    counters, tape = reader.counters(), reader.tape(RECENT_ROUNDS) if tape is None else tape
     view = summarise(
-        manifest, (reader.tape(RECENT_ROUNDS) if tape is None else tape)[-RECENT_ROUNDS:], reader.presences(), counters,
-        pending, reader.evaluations() if evaluations is None else evaluations, reader.merger_state(), reader.cursors(),
+        manifest, tape[-RECENT_ROUNDS:], reader.presences(), counters,
+        reader.evaluations() if evaluations is None else evaluations, reader.merger_state(), reader.cursors(),
         reader.memory(), shards_away(transport), reader.control(),
     )  # fmt: skip
     status, notes = reader.merger_status() or MergerStatus(), reader.notes(NOTES_READ) if notes is None else notes
@@ -86,20 +77,11 @@ def refusals_of(reader: ReaderClient) -> list[tuple[float, Refusal]]:
     return [(at, refusal) for at, refusal in reader.refusals(REFUSALS_READ) if not refusal.repeat]
 
 
-def _accounts(reader: ReaderClient, briefly: bool) -> tuple[Counters, Pending]:
-    counters = reader.counters()
-    if not briefly:
-        return counters, reader.pending()
-    left = max(0, counters.published_tokens - counters.merged_tokens - counters.refused_tokens)
-    return counters, Pending(reader.backlog(), left)
-
-
 def summarise(
     manifest: Manifest,
     tape: Sequence[TapeEntry],
     presences: Sequence[Presence],
     counters: Counters,
-    pending: Pending,
     evaluations: Sequence[Evaluation] = (),
     state: str = "",
     cursors: Mapping[str, tuple[int, int]] | None = None,
@@ -149,9 +131,8 @@ def summarise(
         task=manifest.task,
         passes=math.nan if manifest.config.has_user_loops else read / manifest.config.data.shards,
         counters=counters,
-        pending=pending.contributions,
-        pending_tokens=pending.tokens,
-        balanced=_balanced(counters, pending),
+        pending=counters.pending.contributions,
+        pending_tokens=counters.pending.tokens,
         memory_bytes=memory.used if memory else 0,
         memory_limit_bytes=memory.limit if memory else 0,
         shards=layout.fragments if manifest.shards > 1 else (),
@@ -163,14 +144,8 @@ def summarise(
         covered=count_in(figures.get("covered")),
         tape=tape,
         evaluations=evaluations,
-        **_token_accounts(presences, settled, counters, pending, fragments),
+        **_token_accounts(presences, settled, counters, fragments),
     )
-
-
-def _balanced(counters: Counters, pending: Pending) -> bool:
-    contributions = counters.merged + counters.refused + pending.contributions
-    tokens = counters.merged_tokens + counters.refused_tokens + pending.tokens
-    return (counters.published, counters.published_tokens) == (contributions, tokens)
 
 
 def _island(
@@ -198,7 +173,6 @@ def _token_accounts(
     presences: Iterable[Presence],
     settled: Mapping[str, int],
     counters: Counters,
-    pending: Pending,
     fragments: int,
 ) -> dict[str, Any]:
     """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
@@ -213,7 +187,7 @@ def _token_accounts(
         of_island[beat.island] = max(beat.tokens, of_island.get(beat.island, 0))
         unsent += beat.tokens_unsent if presence.is_live else 0
     merged, refused, waiting = (
-        tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, pending.tokens)
+        tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, counters.pending.tokens)
     )
     rest = max(0, sum(of_island.values()) - merged - refused - waiting)
     unsent = min(unsent, rest)
@@ -305,8 +279,8 @@ class Watcher:
             return Outage(SILENT, CONTINUES)
         return self._outage
 
-    def read(self, *, briefly: bool = True) -> RunReading:
-        """Return the run as Redis has it now, or `briefly` (see `observe`). Raise BrokerError and WireError."""
+    def read(self) -> RunReading:
+        """Return the run as Redis has it now. Raise BrokerError and WireError."""
         tape = self._follow()
         began = self.clock()
         if began >= self._seldom_due:  # It may take long, so it is done rarely.
@@ -314,7 +288,7 @@ class Watcher:
             self._refusals = refusals_of(self.transport.reader)
             self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
         notes = self.transport.reader.notes(EVENTS_READ)
-        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=briefly)
+        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes)
         view, now = replace(view, address=self._address), self.wall()
         return RunReading(
             view=view,

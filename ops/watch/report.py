@@ -149,7 +149,6 @@ def summary(
         "refused": view.counters.refused,
         "bytes_up": view.counters.bytes_up,
         "bytes_down": view.counters.bytes_down,
-        "counters_balance": view.balanced,
         "tokens_per_second": tokens_per_second,
         "seconds": seconds,
         "server": server,

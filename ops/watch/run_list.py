@@ -155,7 +155,7 @@ def _at(url: str | None, run: str, where: str) -> RunEntry:
 def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
     manifest, run = opened(transport, for_display=True)
-    view = observe(run, manifest, refusals=(), briefly=True)
+    view = observe(run, manifest, refusals=())
     ages = [island.last_seen_seconds for island in view.islands] + [view.merger.still_seconds] * bool(view.rounds)
     return RunEntry(
         run=manifest.run, where=where, state=state_of(view, problems(view)), model=manifest.config.model.size,

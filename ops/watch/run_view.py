@@ -60,7 +60,6 @@ class RunView:
             the islands are training scripts of their users.
         shards: The fragments of each shard, in a run with several.
         unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
-        balanced: Whether published = merged + refused + pending, in contributions and (if they are read) in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
         merger: The merger that holds the lease, and the time since the last round closed.
@@ -99,7 +98,6 @@ class RunView:
     counters: Counters
     pending: int
     pending_tokens: int
-    balanced: bool
     memory_bytes: int
     memory_limit_bytes: int
     islands: tuple[IslandView, ...]

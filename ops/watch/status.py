@@ -92,7 +92,7 @@ def main(options: StatusOptions) -> int:
             _watch(found, as_json=options.json)
             return 0
         with progress("waiting for Redis"):
-            reading = Watcher(found.transport, RECENT_ROUNDS, found.address).read(briefly=False)
+            reading = Watcher(found.transport, RECENT_ROUNDS, found.address).read()
     if options.json:
         print_json(plain(reading) | {"state": state_line(reading)})
     else:
@@ -233,16 +233,15 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
         f"{view.contributions_per_round:.2f} contributions per round, open {view.open_seconds * 1e3:.0f} ms "
         f"(grace {view.grace_seconds * 1e3:.0f} ms)",
     )
-    equals = "=" if view.balanced else "[bold red]≠[/]"
     grid.add_row(
         "accounts",
-        f"published {counters.published:,} {equals} merged {counters.merged:,} + refused {counters.refused:,} + "
+        f"published {counters.published:,} = merged {counters.merged:,} + refused {counters.refused:,} + "
         f"pending {view.pending:,}",
     )
     if not briefly:
         grid.add_row(
             "",
-            f"in tokens {counters.published_tokens:,} {equals} {counters.merged_tokens:,} + "
+            f"in tokens {counters.published_tokens:,} = {counters.merged_tokens:,} + "
             f"{counters.refused_tokens:,} + {view.pending_tokens:,} ({view.fragments} fragments each)",
         )
         passes = "" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"

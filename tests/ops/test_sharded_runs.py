@@ -79,7 +79,6 @@ def test_status_shows_all_shards_and_which_fragments_stand_still(
     assert (found["fragments"], found["shards"]) == (6, [list(mine) for mine in demo.manifest.shard_layout.fragments])
     assert (found["counters"]["published"], found["counters"]["merged"]) == (counters.published, counters.merged)
     assert counters.merged > demo.mergers[0].transport.reader.counters().merged
-    assert found["balanced"]
     assert [shard["holder"] for shard in found["merger"]["shards"]] == ["one", ""]
     (problem,) = [each for each in found["problems"] if each["code"] == "shard.no-merger"]
     names = [str(fragment) for fragment in demo.manifest.shard_layout.fragments[1]]
@@ -187,7 +186,6 @@ def test_status_shows_the_shards_that_answer(
     assert [shard["is_away"] for shard in found["merger"]["shards"]] == [False, True]
     own = demo.mergers[0].transport.reader.counters()
     assert (found["counters"]["published"], found["counters"]["merged"]) == (own.published, own.merged)
-    assert found["balanced"]
     assert (found["known"], found["fragments"]) == (2, 6)
     text = " ".join(shown_by_status(run, monkeypatch, capsys).split())
     assert "one (shard 0) serves with epoch" in text

@@ -141,7 +141,6 @@ class AttackedSimulation(Simulation):
         """Check that the run makes progress, and that an operator can read it."""
         require_progress(self)
         view = observe(self.broker.connect(RUN), self.manifest)
-        assert view.balanced
         assert view.live <= len(self.wanted) + 1
 
 

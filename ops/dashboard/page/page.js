@@ -176,14 +176,12 @@ function writeTiles(run) {
 }
 
 function writeCounters(run) {
-  const { balanced } = run, counters = { ...run.counters, pending: run.pending, pending_tokens: run.pending_tokens };
-  put("balance", balanced ? "balanced" : "not balanced");
-  $("balance").dataset.mood = balanced ? "good" : "bad";
+  const counters = { ...run.counters, pending: run.pending, pending_tokens: run.pending_tokens };
   for (const name of ["published", "merged", "refused", "pending"]) {
     put(`b-${name}`, count(counters[name]));
     put(`t-${name}`, short(counters[`${name}_tokens`]));
   }
-  put("counters-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending contributions; tokens count once for each fragment. Rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}.`);
+  put("counters-sub", `published = merged + refused + pending contributions; tokens count once for each fragment. Rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}.`);
 }
 
 // -- islands -----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_the_page_shows_the_run_from_one_server(page: Page, address: str, until:
     events = page.text("#events")
     for kind in ("joined", "diverged", "served", "steered", "expelled", "the digest is wrong"):
         assert kind in events
-    assert page.text("#balance") == "balanced"
+    assert page.text("#b-published")
     until(lambda: page.text("#link span") == "live", "the page hears of the run")
     loaded = page.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert len(loaded) >= 4
@@ -69,7 +69,7 @@ def test_the_page_shows_the_run_from_one_server(page: Page, address: str, until:
     assert re.search(r" at \d+/\d+ \d\d:\d\d\.$", page.run("return ending(200000)"))
     page.open(f"{address}/sync")
     assert page.line("chart-staleness")[1] == [50, 50]
-    assert page.is_shown("#balance") and not page.is_shown("#bits")
+    assert page.is_shown("#b-published") and not page.is_shown("#bits")
     page.open(f"{address}/islands/{NAMES[3]}", charts=1)
     assert page.run("return [...document.querySelectorAll('#islands th')].map(e => e.title)") == [NAMES[3]]
     assert page.run("return document.getElementById('chart-losses').data.length") == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.control import Control
-from archipelago.broker.messages import Counters, Evaluation, Note, Pending, Refusal, TapeEntry
+from archipelago.broker.messages import Counters, Evaluation, Note, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
@@ -42,9 +42,7 @@ def view(*beats: Presence, tape: Sequence[TapeEntry] = (), **changes: Any) -> Ru
     """Return a run that is half finished and served, with two healthy islands and those of `beats`."""
     usual = [Presence(samples.heartbeat(name), 0.5) for name in ("a", "b")]
     presences = {each.heartbeat.island: each for each in (*usual, *beats)}
-    found = summarise(
-        MANIFEST, tape or tape_of([2.0]), list(presences.values()), Counters(), Pending(0, 0), memory=Memory(6, 10)
-    )
+    found = summarise(MANIFEST, tape or tape_of([2.0]), list(presences.values()), Counters(), memory=Memory(6, 10))
     return replace(found, **SERVED | changes)
 
 
@@ -203,7 +201,7 @@ def test_events_about_which_something_has_to_be_done_have_a_remedy_and_repeated_
 # -- the state, and the line -------------------------------------------------------------------------------------------
 
 
-NOTHING = summarise(MANIFEST, [], [], Counters(), Pending(0, 0))
+NOTHING = summarise(MANIFEST, [], [], Counters())
 
 
 def test_the_state_of_a_run() -> None:
@@ -242,7 +240,7 @@ PACED = [replace(ROUND, round=n, step=10 * n, unix_seconds=NOW - 40 + 4.0 * n) f
 
 
 def reading(still_seconds: float = 0.5, holder: str = "m", **changes: Any) -> RunReading:
-    found = summarise(MANIFEST, PACED, [beat("oslo")], Counters(), Pending(1, 1))
+    found = summarise(MANIFEST, PACED, [beat("oslo")], Counters(1, 1))
     found = replace(found, **{"merger": status(holder=holder, still_seconds=still_seconds), **changes})
     return RunReading(found, NOW, problems(found, NOW))
 
@@ -305,7 +303,7 @@ def test_the_speed_of_a_run_leaves_out_a_night_without_rounds() -> None:
 def evaluated(losses: Sequence[float], training: float = 2.0) -> RunView:
     seen = [Evaluation(n, n, n, 1.7e9 + n, loss) for n, loss in enumerate(losses, 1)]
     tape = [replace(ROUND, loss=training)]
-    return summarise(MANIFEST, tape, [], Counters(), Pending(0, 0), seen)
+    return summarise(MANIFEST, tape, [], Counters(), seen)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rich.console import Console
 from archipelago.broker.control import Control
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Counters, Evaluation, Pending, Refusal
+from archipelago.broker.messages import Counters, Evaluation, Refusal
 from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
@@ -51,7 +51,7 @@ def view(islands: int = 3, live: int | None = None, **changes: object) -> RunVie
     ]
     member = replace(ROUND.members[0], island="island-0")
     tape = [replace(ROUND, round=70, step=1000, members=(member,))]
-    found = summarise(MANIFEST, tape, presences, Counters(), Pending(0, 0), memory=Memory(600, 1000))
+    found = summarise(MANIFEST, tape, presences, Counters(), memory=Memory(600, 1000))
     return replace(found, **{"merger": FINE, **changes})  # type: ignore[arg-type]
 
 

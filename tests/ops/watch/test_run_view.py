@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from io import StringIO
 from typing import Any
@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from archipelago.broker.messages import Counters, Evaluation, Pending, RoundMember, TapeEntry
+from archipelago.broker.messages import Counters, Evaluation, RoundMember, TapeEntry
 from archipelago.broker.presence import LIVE_SECONDS, Presence
-from archipelago.broker.transport import Memory, Transport
+from archipelago.broker.transport import Memory
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.history import RECENT_ROUNDS
-from archipelago.ops.watch.reading import BALANCE_TRIES, RunReading, observe, summarise
+from archipelago.ops.watch.reading import RunReading, observe, summarise
 from archipelago.ops.watch.run_view import RunView, evaluated
 from archipelago.ops.watch.status import render
 from tests import samples
-from tests.intercept import Intercepted
 from tests.samples import member
 
 MANIFEST = samples.manifest()  # The model has 8·4 + 4·4 + 4·3 + 4 = 64 parameters in two fragments.
@@ -54,16 +53,14 @@ EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0
 MERGED = json.dumps({"accounts": {n: [tokens] for n, tokens in zip("abdex", (1801, 400, 140, 4, 1000), strict=True)}})
 CURSORS = {"0": (2, 0), "1": (1, 96), "2": (0, 7)}
 MEMORY = Memory(7_000, 0)
-VIEW = summarise(MANIFEST, TAPE, PRESENCES, COUNTERS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
+VIEW = summarise(MANIFEST, TAPE, PRESENCES, COUNTERS, EVALUATIONS, MERGED, CURSORS, MEMORY)
 
 
 def test_the_run_matches_a_calculation_by_hand() -> None:
     assert (VIEW.run, VIEW.parameters, VIEW.fragments) == ("sample", 64, 2)
     assert (VIEW.rounds, VIEW.step, VIEW.steps) == (4, 40, MANIFEST.config.inner.steps)
     shorter = {"inner.steps": "30"}
-    assert summarise(MANIFEST, TAPE, [], COUNTERS, Pending(0, 0), control=shorter).steps == 40, (
-        "it has made more already"
-    )
+    assert summarise(MANIFEST, TAPE, [], COUNTERS, control=shorter).steps == 40, "it has made more already"
     assert (VIEW.known, VIEW.live, VIEW.participating) == (5, 3, 1)  # a, c and e are live, and only a was merged.
     assert VIEW.contributions_per_round == (1 + 2 + 0 + 3) / 4
     assert VIEW.grace_seconds == pytest.approx(0.2)
@@ -79,7 +76,6 @@ def test_the_run_matches_a_calculation_by_hand() -> None:
     assert VIEW.tokens_unsent == 60  # Island b is not live, so it will not send its tokens.
     assert VIEW.tokens_lost == VIEW.tokens_trained - 300 - 50 - 149 - 60
     assert VIEW.passes == (2 + 1 + 0) / MANIFEST.config.data.shards  # A site's own text is not counted.
-    assert VIEW.balanced
     assert VIEW.counters == COUNTERS
 
 
@@ -105,7 +101,7 @@ def seen(
     state: str = "",
 ) -> RunView:
     """Return the view of a run with these rounds and islands, and without anything else unless it is given."""
-    return summarise(MANIFEST, tape, presences, counters or Counters(), Pending(0, 0), evaluations, state, {}, MEMORY)
+    return summarise(MANIFEST, tape, presences, counters or Counters(), evaluations, state, {}, MEMORY)
 
 
 def test_what_is_not_known_yet() -> None:
@@ -136,47 +132,16 @@ def test_the_age_of_the_newest_evaluation_is_known() -> None:
     assert "0 s ago" in evaluated(view, 1000.0), "the clock of the island is ahead"
 
 
-class Torn(Intercepted):
-    """A connection whose accounts are inconsistent at the first `torn` readings, and whose stream is not read."""
-
-    def __init__(self, torn: int = 0, *, reads_stream: bool = True) -> None:
-        super().__init__(samples.merged_one_of_three(EVALUATIONS[0]))
-        self.torn, self.readings, self.reads_stream = torn, 0, reads_stream
-
-    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert name != "pending" or self.reads_stream, "it read through the stream"
-        found = method(*args, **kwargs)
-        if name != "counters":
-            return found
-        self.readings += 1
-        return replace(found, merged=found.merged + 1) if self.readings <= self.torn else found
-
-
-def glanced(transport: Transport) -> RunView:
-    """Return the view as the page reads it every second."""
-    reader = transport.reader
-    return observe(transport, MANIFEST, reader.tape(RECENT_ROUNDS), reader.evaluations(), briefly=True)
-
-
-def test_observing_reads_what_is_there_and_a_glance_agrees_without_reading_the_stream() -> None:
-    view = observe(Torn(), MANIFEST)
+def test_observing_reads_what_is_there_or_takes_what_was_read() -> None:
+    transport = samples.merged_one_of_three(EVALUATIONS[0])
+    reader, view = transport.reader, observe(transport, MANIFEST)
     assert (view.rounds, view.known, view.live, view.participating, view.pending) == (1, 1, 1, 1, 2)
     assert (view.counters.published, view.counters.merged, view.held_out_last) == (3, 1, 8.0)
-    quick = Torn(reads_stream=False)
-    assert glanced(quick) == view
-    (newest,) = quick.reader.tape(1)
+    assert observe(transport, MANIFEST, reader.tape(RECENT_ROUNDS), reader.evaluations()) == view
+    (newest,) = reader.tape(1)
     old = [replace(newest, round=0, members=()) for _ in range(RECENT_ROUNDS)]
-    (island,) = observe(quick, MANIFEST, [*old, newest], [], briefly=True).islands
+    (island,) = observe(transport, MANIFEST, [*old, newest], []).islands
     assert island.participation == pytest.approx(1 / RECENT_ROUNDS), "only the recent rounds count"
-
-
-def test_an_inconsistent_reading_is_read_again() -> None:
-    """A reading that is inconsistent each time is shown unchanged."""
-    for torn in (1, BALANCE_TRIES - 1, BALANCE_TRIES):
-        transport = Torn(torn)
-        assert observe(transport, MANIFEST).balanced is (torn < BALANCE_TRIES)
-        assert transport.readings == min(torn + 1, BALANCE_TRIES)
-        assert glanced(Torn(torn)).balanced is (torn < BALANCE_TRIES)
 
 
 def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
@@ -185,21 +150,6 @@ def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
     counters = Counters(published=1, published_tokens=200, merged=1, merged_tokens=200)
     view = seen(presences=[gone], counters=counters, state='{"accounts": {"d": [200]}}')
     assert (view.tokens_trained, view.tokens_merged, view.tokens_lost) == (100, 100, 0)
-
-
-def test_the_counters_balance_in_contributions_and_in_tokens() -> None:
-    for counters, pending, balanced in (
-        (COUNTERS, Pending(3, 299), True),
-        (COUNTERS, Pending(2, 299), False),
-        (COUNTERS, Pending(3, 298), False),
-        (replace(COUNTERS, refused=2), Pending(3, 299), False),
-        (replace(COUNTERS, merged_tokens=600), Pending(3, 299), False),
-        (replace(COUNTERS), Pending(3, 299), True),  # Kept contributions are not counted again.
-        (Counters(), Pending(0, 0), True),
-    ):
-        view = summarise(MANIFEST, TAPE, PRESENCES, counters, pending, [], MERGED, CURSORS, MEMORY)
-        assert view.balanced is balanced, (counters, pending)
-        assert ("≠" in words(shown(view, 120))) is not balanced
 
 
 def test_a_state_of_any_form_is_read_as_far_as_possible() -> None:
@@ -239,7 +189,7 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
         "an-island-with-a-long-name-7", steps=123_456, tokens_per_second=1_234_567.0, loss=2.345, staleness=12.34,
         backlog=12, bytes_up=123_456_789_000, bytes_down=9_876_543, link="[red]no[/] link",
     )  # fmt: skip
-    view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], COUNTERS, Pending(3, 299), memory=MEMORY)
+    view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], COUNTERS, memory=MEMORY)
     text = words(shown(view, 80))
     assert "training 123,456 1,234,567 3.383 12.34 0% 12 123 GB 9.9 MB 9 s" in text
     assert "an-island-" in text
@@ -259,7 +209,7 @@ def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
     presences = [
         Presence(samples.heartbeat(name, last_refusal="too old"), 99.0 * (n < 100)) for n, name in enumerate(names)
     ]
-    view = summarise(MANIFEST, TAPE, presences, COUNTERS, Pending(3, 299), memory=MEMORY)
+    view = summarise(MANIFEST, TAPE, presences, COUNTERS, memory=MEMORY)
     shown = Console(width=80, record=True)
     shown.print(render(RunReading(view, 0.0), rows=40))
     text = shown.export_text()
