@@ -48,11 +48,6 @@ class Heartbeat:
         unreadable: The fragments whose newest version cannot be read, as numbers with spaces in between.
         tokens_unsent: Tokens of inner steps that no contribution has carried to the broker yet (mean over fragments).
         machine: Operating system, processor, cores and memory of its host, in words.
-        memory_bytes: Resident memory of its process; 0 if it is not known, as in the fields that follow.
-        host_memory_bytes: Memory in use on its host, by all processes.
-        host_memory_limit_bytes: The memory of its host.
-        device_memory_bytes: Memory in use on its devices, by this process.
-        device_memory_limit_bytes: The memory of its devices that the process may use.
     """
 
     island: Name
@@ -83,11 +78,6 @@ class Heartbeat:
     unreadable: Text = ""
     tokens_unsent: Count = 0
     machine: Text = ""
-    memory_bytes: Count = 0
-    host_memory_bytes: Count = 0
-    host_memory_limit_bytes: Count = 0
-    device_memory_bytes: Count = 0
-    device_memory_limit_bytes: Count = 0
 
 
 @dataclass(frozen=True)

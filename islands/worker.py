@@ -15,11 +15,9 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.inner import InnerState
-from archipelago.islands.placement import Placement
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.measures import MemoryMeter, measured
-from archipelago.islands.sync.participant import Host, Participant
+from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
 
 #: Our worker leaves after so many losses in a row that are not finite.
@@ -50,8 +48,10 @@ class Island(Participant):
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
         """
         computation.begin([arrival.params_N for arrival in arrivals])
+        where = computation.placement
         super().__init__(
-            name, manifest, link, computation.replica, computation, arrivals, jax_host(clock, computation.placement),
+            name, manifest, link, computation.replica, computation, arrivals,
+            jax.devices()[0].device_kind if where is None else where.device,
             OptimizerAccess(computation.state.copies, computation.state.decode, computation.use), clock, incarnation,
             ranges=batches, on_marker=on_marker and partial(on_marker, self), diverged_max=DIVERGED_MAX,
         )  # fmt: skip
@@ -96,10 +96,3 @@ class Island(Participant):
         if self.computation.has_own_optimizer:
             return math.nan
         return dataclasses.replace(self.config.inner, steps=self.run_steps).rate_at(self.ledger.global_step)
-
-
-def jax_host(clock: Callable[[], float], placement: Placement | None = None) -> Host:
-    """Return what an island with JAX says about its machine."""
-    accelerators = [device for device in jax.local_devices() if device.platform != "cpu"]
-    device = jax.devices()[0].device_kind if placement is None else placement.device
-    return Host(device[:200], MemoryMeter(clock, partial(measured, accelerators)))

@@ -1,17 +1,14 @@
-"""Tensors on their way from and to the host, the frozen tensors, and what an island says about its machine."""
+"""Tensors on their way from and to the host, the frozen tensors, and the name of a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from archipelago.islands.pytorch.pieces import own_piece
-from archipelago.islands.sync.measures import MemoryMeter, measured
-from archipelago.islands.sync.participant import Host
 from archipelago.islands.user_loop.tensors import frozen_changed
 
 #: A tensor of PyTorch.
@@ -109,25 +106,9 @@ def of_host(values: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
-class _CudaMemory:
-    """The memory of one CUDA device, as `measured` asks for it."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    def memory_stats(self) -> dict[str, int]:
-        """Return the bytes that this process has reserved, and those that it may have."""
-        _, size = torch.cuda.mem_get_info(self._device)
-        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)  # PyTorch 2.6 lacks it
-        limit = int(size * share(self._device))
-        return {"bytes_in_use": torch.cuda.memory_reserved(self._device), "bytes_limit": limit}
-
-
-def torch_host(device: Any, clock: Callable[[], float]) -> Host:
-    """Return what an island with PyTorch says about its machine."""
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else device.type
-    return Host(name[:200], MemoryMeter(clock, partial(measured, [_CudaMemory(device)] if is_cuda else [])))
+def device_name(device: Any) -> str:
+    """Return the name of a device, as its island says it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
 class FrozenTensors:

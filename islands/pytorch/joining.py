@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,13 +17,12 @@ from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import MODEL_CONFIG_MAX, Manifest, Tensor
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import Names
-from archipelago.islands.pytorch.host import HostCopy, torch_host
+from archipelago.islands.pytorch.host import HostCopy, device_name
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.pieces import mesh_of
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.schedule import ScheduleWatch
 from archipelago.islands.pytorch.state import OptimizerState
-from archipelago.islands.sync.participant import Host
 from archipelago.islands.user_loop.held_out import Evaluate
 from archipelago.islands.user_loop.new_run import create_run, settings
 from archipelago.islands.user_loop.session import Session
@@ -170,8 +169,8 @@ class TorchRun(Session):
         self._replica.references.clear()  # nothing is measured any more
         self._replica.write(self._parameters.named(), vectors)
 
-    def _host(self, clock: Callable[[], float]) -> Host:
-        return torch_host(self._parameters.device, clock)
+    def _device_name(self) -> str:
+        return device_name(self._parameters.device)
 
     def _new_replica(self, manifest: Manifest) -> TorchReplica:
         return TorchReplica(manifest, self._parameters.device)

@@ -123,7 +123,7 @@ class Membership(Joined):
         steps = f"{loop.link.heartbeats.run_steps:,}"
         log.info(
             "joined %s as %s at step %s of %s (round %s) on %s, optimiser state: %s",
-            manifest.run, name, f"{loop.ledger.global_step:,}", steps, loop.ledger.closed, loop.host.device,
+            manifest.run, name, f"{loop.ledger.global_step:,}", steps, loop.ledger.closed, loop.device,
             loop.optimizer_origin, extra={"round": loop.ledger.closed},
         )  # fmt: skip
         if loop.finished:

@@ -11,7 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from archipelago.broker.codecs import codec
@@ -25,7 +25,7 @@ from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.ledger import Ledger
-from archipelago.islands.sync.measures import Losses, MemoryMeter, Speed, Totals, averaged
+from archipelago.islands.sync.measures import Losses, Speed, Totals, averaged
 from archipelago.islands.sync.recovery import OptimizerAccess, StateForPeer
 
 #: An island that no merger serves leaves after as many steps as the run has, and no sooner than after this time.
@@ -34,14 +34,6 @@ STRANDED_SECONDS = 60.0
 _ASKED = {DRAIN: "drained", EXPEL: "expelled"}
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Host:
-    """What an island says about its machine: the device in words, and a meter of its memory."""
-
-    device: str
-    memory: MemoryMeter
 
 
 class Participant:
@@ -65,7 +57,7 @@ class Participant:
         replica: AnyReplica,
         parameters: Parameters,
         arrivals: Sequence[Arrival],
-        host: Host,
+        device: str,
         optimizer: OptimizerAccess | None = None,
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
@@ -79,7 +71,7 @@ class Participant:
         Args:
             replica: Measures and adopts the parameters.
             arrivals: One snapshot of every fragment.
-            host: What the island says about its machine.
+            device: The name of the device that the island trains on.
             optimizer: The state of the loop's optimiser. Without it, no peer gives such state or gets it.
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
             ranges: The ranges of the run's text that the loop reads, if any.
@@ -89,7 +81,7 @@ class Participant:
         """
         config = manifest.config
         self.name, self.manifest, self.config = name, manifest, config
-        self.link, self.clock, self.host = link, clock, host
+        self.link, self.clock, self.device = link, clock, device[:200]
         self.parameters, self.optimizer = parameters, optimizer or OptimizerAccess()
         self.incarnation = incarnation or uuid.uuid4().hex[:8]
         self.ledger = Ledger(name, self.incarnation, manifest.shard_layout, config.sync.interval, config.sync.window)
@@ -314,20 +306,20 @@ class Participant:
         """Update the next heartbeat, unless it is nearly as new."""
         if state == "training" and not self._has_joined:
             self._has_joined = True
-            where = f"after round {self.ledger.closed} on {self.host.device}"
+            where = f"after round {self.ledger.closed} on {self.device}"
             self.link.heartbeats.note("joined", f"{where}, optimiser state: {self.optimizer_origin}")
         if self.link.heartbeats.wants(state):
             self.link.beat(self._heartbeat(state))
 
     def _heartbeat(self, state: str) -> Heartbeat:
         link, ledger, uplink, seconds = self.link, self.ledger, self.link.uplink, self.speed.step_seconds
-        memory, staleness, tokens = self.host.memory.newest(), ledger.staleness, ledger.unsent_tokens
+        staleness, tokens = ledger.staleness, ledger.unsent_tokens
         backlog, queued_tokens, unreadable = link.backlog, link.queued_tokens, link.unreadable
         unserved = "no merger serves the run" if link.heartbeats.serving.is_served is False else ""
         return replace(
             link.heartbeats.first,
             state=state,
-            device=self.host.device,
+            device=self.device,
             steps=self.totals.steps,
             global_step=ledger.global_step,
             tokens=self.totals.tokens,
@@ -349,9 +341,4 @@ class Participant:
             ignored=uplink.ignored,
             unreadable=unreadable,
             tokens_unsent=(tokens + queued_tokens) // len(ledger.counts),
-            memory_bytes=memory.process,
-            host_memory_bytes=memory.host,
-            host_memory_limit_bytes=memory.host_limit,
-            device_memory_bytes=memory.device,
-            device_memory_limit_bytes=memory.device_limit,
         )

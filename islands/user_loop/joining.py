@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.typing import ArrayLike
 
 from archipelago.broker.codecs import Vector
@@ -14,7 +15,6 @@ from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, Syn
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.islands.sync.participant import Host
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.user_loop.held_out import Evaluate
 from archipelago.islands.user_loop.new_run import create_run, settings
@@ -22,7 +22,6 @@ from archipelago.islands.user_loop.parameters import LoopState, TreeParameters, 
 from archipelago.islands.user_loop.session import Session
 from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
 from archipelago.islands.user_loop.tree import PyTree, TreeLayout, host_vector
-from archipelago.islands.worker import jax_host
 
 if TYPE_CHECKING:
     from archipelago.islands.user_loop.parallel import Follower
@@ -198,8 +197,8 @@ class JoinedRun(Session):
         self._parameters.start(self._replica.begin(list(vectors)))
         self._replica.references.clear()  # nothing is measured any more
 
-    def _host(self, clock: Callable[[], float]) -> Host:
-        return jax_host(clock)
+    def _device_name(self) -> str:
+        return str(jax.devices()[0].device_kind)
 
     def _warm_up(self) -> None:
         self._replica.warm_up(self._parameters.named())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -22,7 +22,7 @@ from archipelago.islands.sync.connection.downloads import Arrival, require_same_
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import MERGED_SECONDS, Evaluator
 from archipelago.islands.sync.membership import Membership
-from archipelago.islands.sync.participant import Host, Participant
+from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
 from archipelago.islands.sync.script import island_name
 from archipelago.islands.user_loop.held_out import Evaluate, LoopEvaluator, checked_loss, require_evaluate
@@ -83,8 +83,8 @@ class Session(Membership):
         """Take the run's parameters, one vector for each fragment, once the island has left."""
 
     @abstractmethod
-    def _host(self, clock: Callable[[], float]) -> Host:
-        """Return what the island says about its machine."""
+    def _device_name(self) -> str:
+        """Return the name of the device that the island trains on."""
 
     @abstractmethod
     def _loss_of(self, vectors: Sequence[Vector]) -> Any:
@@ -187,6 +187,6 @@ class Session(Membership):
         decode = self._state.decode if self._state is not None and self._state.can_travel else None
         optimizer = OptimizerAccess(self._state_copies if self._gives_state else None, decode, self._use_state)
         return Participant(
-            name, manifest, link, replica, self._parameters, arrivals, self._host(link.clock), optimizer, link.clock,
+            name, manifest, link, replica, self._parameters, arrivals, self._device_name(), optimizer, link.clock,
             self._incarnation,
         )  # fmt: skip

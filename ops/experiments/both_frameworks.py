@@ -22,7 +22,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import DENSE
-from archipelago.islands.pytorch.host import torch_host
+from archipelago.islands.pytorch.host import device_name
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.sync.connection.downloads import Arrival
@@ -106,10 +106,10 @@ class MixedRun(VirtualRun):
         parameters, device = training.parameters, training.parameters.device
         replica = TorchReplica(self.manifest, device)
         replica.begin(parameters.named(), [arrival.params_N for arrival in arrivals])
-        host = torch_host(device, self.clock)
         island = TorchIsland(
-            name, self.manifest, link, replica, parameters, arrivals, host, None, self.clock, incarnation, ranges=supply
-        )
+            name, self.manifest, link, replica, parameters, arrivals, device_name(device), None, self.clock,
+            incarnation, ranges=supply,
+        )  # fmt: skip
         island.training = training
         return cast(Island, island)  # it has all that a virtual run needs
 

@@ -32,8 +32,6 @@ MEMORY_WARN, MEMORY_BAD = 0.7, 0.8
 #: A loss rises if the newer half of the recent rounds is higher by this share and by this many standard errors.
 RISE_SHARE, RISE_ERRORS = 0.02, 4.0
 RISE_ROUNDS = 16
-#: A host that uses more than this share of its memory is about to kill processes.
-HOST_SHARE = 0.95
 #: At most this many islands with the same problem are shown one by one.
 GROUP_MOST = 2
 #: This many evaluations make a trend. A held-out loss that is higher than the best one by a smaller share is level.
@@ -324,12 +322,6 @@ def _island_problems(island: IslandView, start: str) -> Iterator[Problem]:
             f"others (score {island.score:.2f}).",
             "Check its corpus, its software and its device. If you do not trust it, expel it with "
             f"`archipelago steer URL island.{island.name}=expel`.",
-        )  # fmt: skip
-    if island.host_memory_bytes > HOST_SHARE * island.host_memory_limit_bytes > 0:
-        yield Problem(
-            "island.memory", "warn", island.name,
-            f"Its host uses {island.host_memory_bytes / island.host_memory_limit_bytes:.0%} of its memory.",
-            f"Stop other processes on {island.host}. When memory ends, the system kills one of them.",
         )  # fmt: skip
 
 

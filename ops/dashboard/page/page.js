@@ -186,13 +186,12 @@ function writeCounters(run) {
 
 // -- islands -----------------------------------------------------------------------------------------------------------
 
-const HEADS = ["island", "state", "newest rounds", "part", "lag", "tokens/s", "step", "up", "down", "queue", "seen", "memory"];
+const HEADS = ["island", "state", "newest rounds", "part", "lag", "tokens/s", "step", "up", "down", "queue", "seen"];
 const MOODS = { training: "good", joining: "busy", leaving: "busy", left: "idle", done: "idle", silent: "bad" };
 const rows = new Map();
 
 /** Returns the cells of an island as texts; the lines below a text are small. */
 function cellsOf(island) {
-  const of = (used, limit, words) => used && limit ? `${words} ${(100 * used / limit).toFixed(0)} %` : "";
   return [
     [`${(100 * island.participation).toFixed(0)} %`],
     [island.live ? fixed(island.staleness, 2) : dash, island.score === null ? "" : `score ${fixed(island.score, 2)}`],
@@ -200,8 +199,6 @@ function cellsOf(island) {
     [island.live && island.step_seconds ? duration(island.step_seconds) : dash],
     [size(island.bytes_up)], [size(island.bytes_down)], [count(island.backlog)],
     [inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now"],
-    [island.memory_bytes ? size(island.memory_bytes) : dash, of(island.host_memory_bytes, island.host_memory_limit_bytes, "host"),
-      of(island.device_memory_bytes, island.device_memory_limit_bytes, "device")],
   ];
 }
 

@@ -33,8 +33,7 @@ from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.sync.adoption import AnyReplica
-from archipelago.islands.sync.measures import MemoryMeter, MemoryUse
-from archipelago.islands.sync.participant import Host, Participant
+from archipelago.islands.sync.participant import Participant
 from archipelago.islands.user_loop.new_run import first_snapshots
 from archipelago.islands.user_loop.session import Session
 from archipelago.merger.executor import at_once
@@ -121,9 +120,8 @@ class LoopIsland(ABC):
         self.link = run.link(f"{name}/x")
         arrivals = self.link.join()
         begin([arrival.params_N for arrival in arrivals])
-        host = Host("test", MemoryMeter(run.clock, MemoryUse))
         self.loop = Participant(
-            name, run.manifest, self.link, replica, parameters, arrivals, host, clock=run.clock, incarnation="x"
+            name, run.manifest, self.link, replica, parameters, arrivals, "test", clock=run.clock, incarnation="x"
         )
         self.loop.begin()
         self.link.pump()

@@ -104,8 +104,6 @@ CASES: list[tuple[RunView, list[str]]] = [
     (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), ["island.thin-link"]),
     (view(beat("b", link="the Redis does not answer")), ["island.link"]),
     (view(beat("b", link="no merger serves the run"), merger=status(holder="")), ["merger.missing"]),
-    (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), ["island.memory"]),
-    (view(beat("b", host_memory_bytes=94, host_memory_limit_bytes=100)), []),
     (view(tape=[LOWERED]), ["island.lowered"]),
     (view(memory_bytes=79, memory_limit_bytes=100), ["redis.memory"]),
     (view(unreadable=("x",)), ["redis.unreadable"]),
