@@ -42,8 +42,6 @@ class Heartbeat:
         link: `ok`, or the last fault of the connection.
         data: The leased ranges of text, and how far each was read.
         optimizer_origin: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.
-        uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
-        downlink_bytes_per_second: The same for downloads.
         ignored: Announcements that no merger of the run can have sent.
         unreadable: The fragments whose newest version cannot be read, as numbers with spaces in between.
         tokens_unsent: Tokens of inner steps that no contribution has carried to the broker yet (mean over fragments).
@@ -72,8 +70,6 @@ class Heartbeat:
     link: Text = "ok"
     data: Annotated[str, MaxLen(4096)] = ""
     optimizer_origin: Text = "fresh"
-    uplink_bytes_per_second: Measure = math.nan
-    downlink_bytes_per_second: Measure = math.nan
     ignored: Count = 0
     unreadable: Text = ""
     tokens_unsent: Count = 0

@@ -95,8 +95,7 @@ def heartbeat(island: str = "a", state: str = "training", **changes: Any) -> Hea
     base = Heartbeat(
         island=island, incarnation="x", state=state, host="h", pid=1, device="cpu", steps=10, global_step=10,
         tokens=1000, tokens_per_second=100.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0, sent=1, refused=0,
-        last_refusal="", bytes_up=10, bytes_down=10, link="ok", uplink_bytes_per_second=1e6,
-        downlink_bytes_per_second=2e6,
+        last_refusal="", bytes_up=10, bytes_down=10, link="ok",
     )  # fmt: skip
     return replace(base, **changes)
 

@@ -124,32 +124,8 @@ NOISE_ROUND_TRIPS, NOISE_SECONDS = 4.0, 0.05
 #: A transfer that is this much slower than the average counts only if the next one is slow too. A process, a server
 #: or a machine that was paused for some seconds says nothing about the link.
 PAUSE_FACTOR = 8.0
-#: Contributions may have more steps than the interval for other reasons than the link, such as a merger that pauses.
-#: The link is named as the reason if it carries payloads for more than this share of the time.
-BUSY_SHARE = 0.5
 #: Compression is tried again after this many payloads, to measure whether it pays.
 TRY_EVERY = 32
-
-
-@dataclass
-class BusyShare:
-    """The share of the time in which the link carries payloads one way."""
-
-    _busy: float = 0.0
-    _elapsed: float = 0.0
-    _ended: float | None = None
-
-    def add(self, seconds: float, ended: float) -> None:
-        """Add a transfer that took `seconds`. `ended` is when it ended, in monotonic seconds."""
-        if self._ended is not None:
-            self._busy = LINK_SMOOTHING * self._busy + (1.0 - LINK_SMOOTHING) * seconds
-            self._elapsed = LINK_SMOOTHING * self._elapsed + (1.0 - LINK_SMOOTHING) * (ended - self._ended)
-        self._ended = ended
-
-    @property
-    def share(self) -> float:
-        """The share; 0 before the second transfer."""
-        return self._busy / self._elapsed if self._elapsed > 0.0 else 0.0
 
 
 @dataclass
@@ -159,7 +135,6 @@ class Uplink:
     Attributes:
         seconds_a_byte: Upload time of a byte, without the round trip.
         round_trip_seconds: Time of a message of a few bytes.
-        down_seconds_a_byte: Download time of a byte, for display only.
         packed_share: Bytes after compression as a share of the bytes before.
         packing_seconds_a_byte: Time that compressing a byte takes.
         thin: Whether the codec for thin links is in use.
@@ -168,7 +143,6 @@ class Uplink:
 
     seconds_a_byte: float = 0.0
     round_trip_seconds: float = 0.0
-    down_seconds_a_byte: float = 0.0
     packed_share: float = 1.0
     packing_seconds_a_byte: float = 0.0
     thin: bool = False
@@ -177,48 +151,31 @@ class Uplink:
     bytes_down: int = 0
     ignored: int = 0
     _payloads: int = 0
-    _up: BusyShare = field(default_factory=BusyShare)
-    _down: BusyShare = field(default_factory=BusyShare)
     _measured: Counter[str] = field(default_factory=Counter)
     _doubted: set[str] = field(default_factory=set)
 
-    def sent(self, size: int, began: float, ended: float) -> None:
+    def sent(self, size: int, seconds: float) -> None:
         """Record the time until a payload of `size` bytes was acknowledged."""
-        self.seconds_a_byte = self._carried("up", self._up, self.seconds_a_byte, size, began, ended)
-
-    def received(self, size: int, began: float, ended: float) -> None:
-        """Record a download of `size` bytes, and the time that it took."""
-        self.bytes_down += size
-        self.down_seconds_a_byte = self._carried("down", self._down, self.down_seconds_a_byte, size, began, ended)
+        per_byte = max(0.0, seconds - self.round_trip_seconds) / max(1, size)
+        if size < SMALL_BYTES and seconds < max(NOISE_SECONDS, NOISE_ROUND_TRIPS * self.round_trip_seconds):
+            self.seconds_a_byte = min(self.seconds_a_byte, seconds / max(1, size))
+        else:
+            self.seconds_a_byte = self._steady("up", self.seconds_a_byte, per_byte)
 
     def answered(self, seconds: float) -> None:
         """Record the time until a heartbeat was acknowledged. No codec shortens that."""
-        self.round_trip_seconds, _ = self._steady("answer", self.round_trip_seconds, seconds)
+        self.round_trip_seconds = self._steady("answer", self.round_trip_seconds, seconds)
 
-    def _carried(self, way: str, busy: BusyShare, mean: float, size: int, began: float, ended: float) -> float:
-        """Return the mean time of a byte after one more transfer, without the round trip, and count its time."""
-        whole = ended - began
-        seconds, counts = max(0.0, whole - self.round_trip_seconds), False
-        if size < SMALL_BYTES and whole < max(NOISE_SECONDS, NOISE_ROUND_TRIPS * self.round_trip_seconds):
-            mean = min(mean, whole / max(1, size))
-        else:
-            mean, counts = self._steady(way, mean, seconds / max(1, size))
-        busy.add(seconds if counts else 0.0, ended)
-        return mean
-
-    def _steady(self, what: str, mean: float, sample: float) -> tuple[float, bool]:
-        """Return a moving average after one more sample, and whether the sample counts.
-
-        One that is far too slow, as after a pause, does not.
-        """
+    def _steady(self, what: str, mean: float, sample: float) -> float:
+        """Return a moving average after one more sample. One that is far too slow, as after a pause, does not count."""
         self._measured[what] += 1
         if self._measured[what] == 2:
             mean = min(mean, sample)  # the first sample had nothing to be compared with
         if self._measured[what] > 1 and sample > PAUSE_FACTOR * mean and what not in self._doubted:
             self._doubted.add(what)
-            return mean, False
+            return mean
         self._doubted.discard(what)
-        return averaged(mean, sample, LINK_SMOOTHING), True
+        return averaged(mean, sample, LINK_SMOOTHING)
 
     def packed(self, before: int, after: int, seconds: float) -> None:
         """Record the bytes before and after compressing a body, and the time that it took."""
@@ -249,14 +206,8 @@ class Uplink:
             self.thin = False
         return not self.thin
 
-    def in_words(self, stretch: float) -> str:
-        """Describe what is done about a thin link, with the interval over the run's; empty on a good link."""
-        measures = ["fewer bits"] if self.thin else []
-        if stretch > 1.5 and max(self._up.share, self._down.share) > BUSY_SHARE:
-            measures.append(f"interval {stretch:.1f}x")
-        rates = [
-            f"{8e-6 / each:.1f} Mbit/s {way}"
-            for way, each in (("up", self.seconds_a_byte), ("down", self.down_seconds_a_byte))
-            if each
-        ]
-        return f"thin link{' at ' * bool(rates)}{', '.join(rates)}: {', '.join(measures)}" if measures else ""
+    @property
+    def in_words(self) -> str:
+        """What is done about a thin link, in words; empty on a good link."""
+        is_known = self.thin and self.seconds_a_byte > 0.0
+        return f"thin link at {8e-6 / self.seconds_a_byte:.1f} Mbit/s up: fewer bits" if is_known else ""

@@ -7,7 +7,6 @@ parameters, and the replica that measures and adopts them, belong to the framewo
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -333,11 +332,9 @@ class Participant:
             last_refusal=ledger.last_refusal,
             bytes_up=uplink.bytes_up,
             bytes_down=self.bytes_before + uplink.bytes_down,
-            link=link.pumps.trouble or unserved or uplink.in_words(self.stretch) or "ok",
+            link=link.pumps.trouble or unserved or uplink.in_words or "ok",
             data=self.positions,
             optimizer_origin=self.optimizer_origin,
-            uplink_bytes_per_second=1.0 / uplink.seconds_a_byte if uplink.seconds_a_byte else math.nan,
-            downlink_bytes_per_second=1.0 / uplink.down_seconds_a_byte if uplink.down_seconds_a_byte else math.nan,
             ignored=uplink.ignored,
             unreadable=unreadable,
             tokens_unsent=(tokens + queued_tokens) // len(ledger.counts),

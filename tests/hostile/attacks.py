@@ -53,7 +53,7 @@ BEATS: Mapping[str, tuple[Any, ...]] = {
     "state": ("joining", "training", "leaving", "left", "", "dead"),
     **dict.fromkeys(("pid", "steps", "global_step", "tokens", "backlog", "bytes_up"), INTEGERS),
     **dict.fromkeys(
-        ("tokens_per_second", "step_seconds", "loss", "staleness", "uplink_bytes_per_second"), FRACTIONS
+        ("tokens_per_second", "step_seconds", "loss", "staleness"), FRACTIONS
     ),
     **dict.fromkeys(("host", "link", "optimizer_origin"), TEXTS),
 }  # fmt: skip

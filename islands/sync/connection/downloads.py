@@ -26,14 +26,14 @@ class Arrival:
 
 
 class Downloads:
-    """Reads fragments of a run or shard, and measures how long that takes.
+    """Reads fragments of a run or shard, and counts their bytes.
 
     Attributes:
         built: Called with each version of a fragment that was built, the oldest first. Listeners need all of them.
     """
 
-    def __init__(self, reader: ReaderClient, manifest: Manifest, uplink: Uplink, clock: Callable[[], float]) -> None:
-        self._reader, self._manifest, self._uplink, self._clock = reader, manifest, uplink, clock
+    def __init__(self, reader: ReaderClient, manifest: Manifest, uplink: Uplink) -> None:
+        self._reader, self._manifest, self._uplink = reader, manifest, uplink
         self.built: Callable[[Arrival], object] = lambda arrival: None
 
     def whole(self, p: int) -> Arrival:
@@ -42,9 +42,8 @@ class Downloads:
         Raises:
             WireError: A payload is missing, or was not announced.
         """
-        began = self._clock()
         found = newest(self._reader, self._manifest, p)
-        self._uplink.received(found.bytes, began, self._clock())
+        self._uplink.bytes_down += found.bytes
         if fault := fault_in(found.snapshot, self._manifest):
             raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
         if found.before_N is not None:
@@ -81,7 +80,7 @@ class Downloads:
         return arrival if chain else None
 
     def _after_difference(self, snapshot: Snapshot, before_N: Vector) -> Arrival | None:
-        p, began = snapshot.fragment, self._clock()
+        p = snapshot.fragment
         try:
             found = after_difference(self._reader, self._manifest, p, snapshot.version, before_N)
         except WireError as error:
@@ -89,7 +88,7 @@ class Downloads:
             return None
         if found is None or found[1] != snapshot.difference_bytes:
             return None
-        self._uplink.received(found[1], began, self._clock())
+        self._uplink.bytes_down += found[1]
         if digest_of(found[0]) != snapshot.held:
             log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
             return None

@@ -71,7 +71,7 @@ class Inbox:
         self._fragments, self._interval = manifest.own_fragments, manifest.config.sync.interval
         self._rounds, self._open = manifest.own_rounds, min(manifest.config.sync.window, len(self._fragments))
         self._sends_differences = manifest.config.wire.sends_differences
-        self.downloads = Downloads(self._reader, manifest, uplink, clock)
+        self.downloads = Downloads(self._reader, manifest, uplink)
         #: Brings an arrived fragment to the island's device, in this thread, so that the training thread does not wait.
         self.prepare: Callable[[int, Vector], Any] = lambda p, params_N: params_N
         #: Called with each fragment whose built versions may not be those of the run, which went back.

@@ -150,7 +150,7 @@ class Outbox:
             began = self._clock()
             sent.entry = self._transport.island.publish(sent.contribution, sent.payload)
             if not is_retry:  # a retry sends only what is missing, so its time says nothing about the link
-                self._uplink.sent(len(sent.payload), began, self._clock())
+                self._uplink.sent(len(sent.payload), self._clock() - began)
         self._uplink.bytes_up += len(sent.payload)
         self._uplink.contributions += 1
         self._dequeue()

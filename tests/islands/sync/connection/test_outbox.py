@@ -144,7 +144,7 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
 def test_only_first_attempts_measure_the_link(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry goes on where the first attempt broke off, so it sends fewer bytes than the payload has."""
     link, measured = harness.link(), list[int]()
-    monkeypatch.setattr(link.uplink, "sent", lambda size, began, ended: measured.append(size))
+    monkeypatch.setattr(link.uplink, "sent", lambda size, seconds: measured.append(size))
     harness.faulty.before["publish"] = raising(UnreachableError("the connection broke"))
     send(link, 1)
     link.pump()
