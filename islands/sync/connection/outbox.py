@@ -15,7 +15,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
-from archipelago.islands.sync.measures import Uplink
+from archipelago.islands.sync.measures import PACKED_SECONDS_A_BYTE, Uplink
 
 #: How many merged contributions are kept in any case. In int4, they take half the bytes of one float32 fragment.
 KEPT_MIN = 4
@@ -163,11 +163,8 @@ class Outbox:
     def _encode(self, draft: Draft) -> Sent:
         """Encode a draft, compressed if that pays on this link."""
         header, body = draft.header, body_of(draft.parts)
-        level = self._wire.zstd_level if self._uplink.should_pack() else 0
-        began = self._clock() if level else 0.0
-        payload = pack_body(body, header.codec, draft.elements, level)
-        if level:
-            self._uplink.packed(len(body), len(payload), self._clock() - began)
+        is_fast = 0.0 < self._uplink.seconds_a_byte < PACKED_SECONDS_A_BYTE
+        payload = pack_body(body, header.codec, draft.elements, 0 if is_fast else self._wire.zstd_level)
         contribution = replace(header, bytes=len(payload), digest=digest(payload))
         return Sent(contribution, contribution.identity_text, payload)
 

@@ -13,7 +13,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Resume
 from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS, LOST_SECONDS
 from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Outbox, Sent
-from archipelago.islands.sync.measures import Uplink
+from archipelago.islands.sync.measures import PACKED_SECONDS_A_BYTE, Uplink
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness, draft, raising, received, send, unresolved
 
@@ -151,6 +151,14 @@ def test_only_first_attempts_measure_the_link(harness: Harness, monkeypatch: pyt
     assert (harness.rounds(), measured) == ([1], [])
     send(link, 2)
     assert (harness.rounds(), len(measured)) == ([1, 2], 1)
+
+
+def test_payloads_are_not_compressed_for_a_fast_link(harness: Harness) -> None:
+    link = harness.link()
+    for number, factor in ((1, 0.0), (2, 0.5), (3, 2.0)):
+        link.uplink.seconds_a_byte = factor * PACKED_SECONDS_A_BYTE
+        send(link, number)
+    assert [b"zstd\xc3" in delivery.payload for delivery in harness.deliveries()] == [True, False, True]
 
 
 # -- merged contributions ------------------------------------------------------------------------------------------
