@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.progress import progress
@@ -39,8 +40,6 @@ from archipelago.ops.watch.state_line import StateLine, state_line
 
 #: How many islands and problems are shown. `--json` has all.
 ROWS = 40
-#: Seconds between two lines in a pipe.
-LINE_SECONDS = 10.0
 FRAMES_A_SECOND = 4.0
 #: The columns of the table of islands; docs/guide/watch.md says what each means. The names are short so that the
 #: table fits into 80 columns.
@@ -73,8 +72,7 @@ class StatusOptions(RunSource):
     a minute (for three strides, if the islands are slower than that), its checkpoints fail, its Redis is full, or a
     shard cannot be reached. It is 0 if the run is fine, has ended or is paused.
 
-    With --watch it shows the run live until Ctrl-C, and survives restarts of Redis. If standard output is not
-    a terminal, --watch prints a line every ten seconds until the run has ended.
+    With --watch it shows the run live on a terminal until Ctrl-C, and survives restarts of Redis.
     """
 
     strict: bool = False
@@ -82,14 +80,17 @@ class StatusOptions(RunSource):
     watch: bool = False
     """Keep showing the run, with its events."""
     json: bool = False
-    """Print one JSON object. With --watch, one on a line for each reading."""
+    """Print one JSON object."""
 
 
 def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
+    if options.watch and (options.json or not sys.stdout.isatty()):
+        what, remedy = "--watch shows the run on a terminal only", "Repeat `archipelago status` without --watch."
+        raise ConfigError(what, remedy, code="config.value")
     with options.open() as found:
         if options.watch:
-            _watch(found, as_json=options.json)
+            _watch(found)
             return 0
         with progress("waiting for Redis"):
             reading = Watcher(found.transport, RECENT_ROUNDS, found.address).read()
@@ -104,16 +105,13 @@ def main(options: StatusOptions) -> int:
 # -- live -------------------------------------------------------------------------------------------------------------
 
 
-def _watch(found: FoundRun, *, as_json: bool) -> None:
-    """Show the run until a signal. Without a terminal, print lines until the run has ended."""
+def _watch(found: FoundRun) -> None:
+    """Show the run until a signal."""
     console = Console(highlight=False)
     stopped = stop_on_signals()
     watcher = Watcher(found.transport, RECENT_ROUNDS, found.address)
-    if console.is_terminal and not as_json:
-        with repeated(watcher.update, LOOK_SECONDS):
-            _draw(console, watcher, stopped)
-    else:
-        print_lines(watcher, LINE_SECONDS, stopped, as_json=as_json)
+    with repeated(watcher.update, LOOK_SECONDS):
+        _draw(console, watcher, stopped)
 
 
 def _draw(console: Console, watcher: Watcher, stopped: Callable[[], bool]) -> None:
@@ -124,27 +122,6 @@ def _draw(console: Console, watcher: Watcher, stopped: Callable[[], bool]) -> No
             screen = live_screen(watcher.latest, watcher.outage(), time.time(), console.height)
             live.update(screen, refresh=True)
             time.sleep(1.0 / FRAMES_A_SECOND)
-
-
-def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bool], *, as_json: bool) -> None:
-    """Print each reading, or why there is none, until the run has ended or `stopped` is true."""
-    due = 0.0
-    while not stopped():
-        if time.monotonic() < due:
-            time.sleep(0.1)
-            continue
-        due = time.monotonic() + every_seconds
-        watcher.update()
-        outage, reading = watcher.outage(), watcher.latest
-        if not as_json:
-            sys.stdout.write(printable(line(reading, outage)) + "\n")
-            sys.stdout.flush()
-        elif outage or not reading:
-            print_json({"error": outage.what if outage else ""})
-        else:
-            print_json(plain(reading) | {"state": state_line(reading)})
-        if reading and reading.state == "finished":
-            return
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`status --watch`: the screen fits any terminal, it survives an outage, and in a pipe it writes lines."""
+"""`status --watch`: the screen fits any terminal, and it survives an outage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from archipelago.broker.control import Control
-from archipelago.broker.errors import UnreachableError
+from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Counters, Evaluation, Refusal
 from archipelago.broker.observe.logs import CONTROLS
@@ -35,6 +35,7 @@ from archipelago.ops.watch.history import Event
 from archipelago.ops.watch.reading import Outage, RunReading, Watcher, summarise
 from archipelago.ops.watch.run_view import RunView, describe_control
 from tests import samples
+from tests.failing import failing
 from tests.intercept import Intercepted
 
 NOW = 1.8e9
@@ -206,23 +207,9 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     assert [e.bits_per_byte for e in watch.latest.view.evaluations] == [2.5], "after an outage everything is read again"
 
 
-def test_one_line_or_object_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
-    for as_json in (False, True):
-        watch, seen = Watcher(flaky), list[str]()
-
-        def stopped(seen: list[str] = seen) -> bool:
-            seen.extend(capsys.readouterr().out.splitlines())
-            flaky.silent = len(seen) == 1
-            return len(seen) >= 3
-
-        status.print_lines(watch, 0.001, stopped, as_json=as_json)
-        error = json.loads(seen[1])["error"] if as_json else seen[1].rpartition(" · ")[2]
-        assert error == "the Redis does not answer (Connection refused)"
-        if as_json:
-            first = json.loads(seen[2])
-            assert (first["run"], first["live"], first["merger"]["epoch"], first["problems"]) == ("sample", 1, 0, [])
-        else:
-            assert [line.partition(" ·")[0] for line in seen[:3]] == ["starting", "no answer", "starting"]
+def test_it_needs_a_terminal() -> None:
+    with failing(ConfigError, "config.value"):
+        status.main(status.StatusOptions(watch=True))
 
 
 # -- a real terminal --------------------------------------------------------------------------------------------------
