@@ -209,7 +209,7 @@ def create(
         manifest, params = _new(workload_of(config, task), transport.run, weights)
         manifest = replace(with_shards(manifest, shards), uid=uuid.uuid4().hex)
         if weights is not None:
-            manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
+            manifest = replace(manifest, versions={**manifest.versions, "weights": weights.resolve().name})
         tell_of_memory(manifest, transport.reader.memory())
         with progress(f"making the first {manifest.parameters:,} parameters"):
             snapshots = first_snapshots(manifest, params)

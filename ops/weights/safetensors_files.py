@@ -5,7 +5,6 @@ So is the tokenizer that they were trained with. Under another one, every token 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -171,15 +170,6 @@ class WeightFiles:
                 code="weights.not-finite",
             )
         return dict(sorted(params.items()))
-
-    def describe(self) -> str:
-        """Return the name and BLAKE2b-128 of the files, for the manifest."""
-        whole = hashlib.blake2b(digest_size=16)
-        for path in self.files:
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    whole.update(chunk)
-        return f"{self.path.name} {whole.hexdigest()}"
 
 
 def files_at(path: Path) -> list[Path]:
