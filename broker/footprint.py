@@ -6,7 +6,6 @@ calibrated with measured peaks (docs/guide/watch.md); other batches and codecs c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import psutil
@@ -44,29 +43,15 @@ TAPE_ENTRY: Final = 600
 ACTIVATION_BYTES: Final = 68
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes of memory that the parts of a run need: one island, a merger, and Redis at its peak."""
-
-    island: int
-    merger: int
-    redis: int
-
-    def describe(self) -> str:
-        """Return the parts in words."""
-        island, merger, redis = (memory_text(part) for part in (self.island, self.merger, self.redis))
-        return f"an island {island}, the merger {merger}, Redis {redis}"
-
-
-def footprint(manifest: Manifest) -> Footprint:
-    """Estimate the memory of a run."""
+def footprint(manifest: Manifest) -> dict[str, int]:
+    """Estimate the memory of a run in bytes: of one island, a merger, and Redis at its peak, by these words."""
     parameters, largest = manifest.parameters, max(manifest.sizes, default=0)
     island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + _of_batches(manifest)
-    return Footprint(
-        island=USER_LOOP_PER_PARAMETER * parameters if manifest.config.has_user_loops else island,
-        merger=sum(merger_parts(manifest.config, parameters, largest).values()),
-        redis=sum(redis_parts(manifest.config, parameters, largest).values()),
-    )
+    return {
+        "an island": USER_LOOP_PER_PARAMETER * parameters if manifest.config.has_user_loops else island,
+        "the merger": sum(merger_parts(manifest.config, parameters, largest).values()),
+        "Redis": sum(redis_parts(manifest.config, parameters, largest).values()),
+    }
 
 
 def _of_batches(manifest: Manifest) -> int:
@@ -125,16 +110,6 @@ def redis_parts(
 def memory_text(size: float) -> str:
     """Return a number of bytes in GB, or in MB if it is small."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"
-
-
-def shortage(part: str, needed: int, available: int) -> str:
-    """Return why a part does not fit into the available memory, and what to do; empty if it fits."""
-    if needed <= available:
-        return ""
-    return (
-        f"{part} needs about {memory_text(needed)} of memory, and {memory_text(available)} are available: "
-        "it may be killed. Free some, use another machine, or choose a smaller model or batch"
-    )
 
 
 def available_here() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import uuid
@@ -18,7 +19,7 @@ from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
-from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
+from archipelago.broker.footprint import available_here, footprint, memory_text
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, name_of_new_run, print_json
@@ -167,15 +168,16 @@ def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -
 
 def tell_of_memory(manifest: Manifest, server: Memory) -> None:
     """Say how much memory each part of the run takes, and warn if the Redis or this machine has less."""
-    needed, available = footprint(manifest), available_here()
-    say(f"memory: {needed.describe()}; {memory_text(available)} are available here")
+    parts, available = footprint(manifest), available_here()
+    needed = ", ".join(f"{part} {memory_text(size)}" for part, size in parts.items())
+    say(f"memory: {needed}; {memory_text(available)} are available here")
     if manifest.config.model.recomputes_layers:
         say("memory: the backward pass computes each layer again (--model.rematerialise never keeps the activations)")
-    room = server.limit - server.used if server.limit else 0
-    troubles = [shortage("the island", needed.island, available), shortage("the merger", needed.merger, available)]
-    troubles += [shortage("the Redis of the run", needed.redis, room)] if server.limit else []
-    for words in filter(None, troubles):
-        say(f"warning: {words}.")
+    room = {"Redis": server.limit - server.used if server.limit else math.inf}
+    for part, size in parts.items():
+        if size > (left := room.get(part, available)):
+            say(f"warning: {memory_text(left)} are too little for {part}, which may be killed. Free some, use another "
+                "machine, or choose a smaller model or batch.")  # fmt: skip
 
 
 def create(

@@ -11,7 +11,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from archipelago.broker.address import redacted
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError, require_number
-from archipelago.broker.footprint import Footprint, available_here, footprint
+from archipelago.broker.footprint import available_here, footprint
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.machine import install_hint, usable_cores
 from archipelago.broker.manifest import Corpus, Manifest
@@ -270,16 +270,17 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     return found
 
 
-def machine(available_bytes: int, needed: Footprint | None) -> Finding:
-    """Compare the memory with what an island and the merger of the run need; None if no run is known."""
+def machine(available_bytes: int, needed: Mapping[str, int] | None) -> Finding:
+    """Compare the memory with the `footprint` of the run; None if no run is known."""
     what = (
         f"This machine has {usable_cores()} cores, {size(available_bytes)} of free memory, and Python "
         f"{sys.version.split()[0]}."
     )
     if needed is None:
         return ok("machine", what)
-    what += f" The merger of the run needs about {size(needed.merger)}, and an island here {size(needed.island)}."
-    if needed.island <= available_bytes:
+    island, merger = needed["an island"], needed["the merger"]
+    what += f" The merger of the run needs about {size(merger)}, and an island here {size(island)}."
+    if island <= available_bytes:
         return ok("machine", what)
     return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
 

@@ -22,7 +22,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import RUN_VARIABLE
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.mesh import MeshShape
 from archipelago.merger.storage import MergerFolder
@@ -30,7 +30,7 @@ from archipelago.ops.commands import parse
 from archipelago.ops.launch import devices, up
 from archipelago.ops.launch.devices import Accelerators, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.launch.init import InitOptions, create
+from archipelago.ops.launch.init import InitOptions, create, tell_of_memory
 from archipelago.ops.launch.local_run import DRAIN_SECONDS, KILL_SECONDS, LocalRun, leave_seconds
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
@@ -49,6 +49,12 @@ def transport(corpus: OpenCorpus, tmp_path: Path) -> Iterator[Transport]:
     create(made, CONFIG)
     yield made
     made.close()
+
+
+def test_a_part_that_does_not_fit_is_named(transport: Transport, capsys: pytest.CaptureFixture[str]) -> None:
+    for limit, is_short in ((0, False), (1, True)):
+        tell_of_memory(transport.reader.manifest(), Memory(0, limit))
+        assert ("too little for Redis" in capsys.readouterr().err) is is_short
 
 
 def continued(transport: Transport, config: RunConfig, folder: Path) -> None:

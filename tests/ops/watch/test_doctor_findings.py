@@ -12,7 +12,6 @@ import pytest
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.footprint import Footprint
 from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced
 from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, ServerFacts
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
@@ -163,7 +162,7 @@ def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
     for parameters, level in ((0, "ok"), (100_000_000, "ok"), (120_000_000, "warning"), (200_000_000, "problem")):
         assert main.disk(10_000_000_000, Path("runs"), parameters).level == level
     for need, level in ((8 << 30, "ok"), (9 << 30, "warning")):
-        assert main.machine(8 << 30, Footprint(need, 0, 0)).level == level
+        assert main.machine(8 << 30, {"an island": need, "the merger": 0}).level == level
     assert main.free_bytes(tmp_path / "not" / "there" / "yet") > 0
     assert main.accelerators().level == "ok"
 
