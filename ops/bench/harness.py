@@ -119,12 +119,6 @@ def peak_bytes(pid: int) -> int:
         return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the memory that a process has now."""
-    with _alive(pid):
-        return int(psutil.Process(pid).memory_info().rss)
-
-
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the clock tick (10 ms on most machines)."""
     with _alive(pid):

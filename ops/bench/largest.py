@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -36,7 +36,6 @@ from archipelago.ops.bench.harness import (
     own_run,
     peak_bytes,
     require_linux,
-    resident_bytes,
     serve_merger,
 )
 from archipelago.ops.bench.output import OutputOptions, finish
@@ -148,6 +147,7 @@ class Fleet:
 
     def passes(self, p: int, merger: int) -> None:
         """Pass fragment `p`, and count what each part takes. `merger` is a process ID."""
+        require_memory()
         before = cpu_seconds(merger)
         self._count("publish, all islands", lambda: self.publish(p, *self.played.payloads))
         self._count("merge", self.hear, cpu=lambda: cpu_seconds(merger) - before)
@@ -197,27 +197,14 @@ def _normal(seed: int, size: int, deviation: float) -> Vector:
     return np.random.default_rng(seed).standard_normal(size, np.float32) * np.float32(deviation)
 
 
-class PeakMemory:
-    """The memory of several processes.
-
-    Attributes:
-        peaks: The most memory that each of them had when it was looked at last.
-        together: The most that all of them had at one time.
-    """
-
-    def __init__(self, **processes: int) -> None:
-        self.processes, self.peaks, self.together = processes, dict[str, int](), 0
-
-    def look(self) -> None:
-        """Note the sizes and peaks. Raise BrokerError if the machine has hardly any memory left."""
-        self.together = max(self.together, sum(map(resident_bytes, self.processes.values())))
-        self.peaks |= {name: peak_bytes(pid) for name, pid in self.processes.items()}
-        if available_here() < FLOOR_BYTES:
-            raise BrokerError(
-                "the measurement ended because this machine has hardly any memory left",
-                "Give fewer --parameters, or stop another program first.",
-                code="bench.memory",
-            )
+def require_memory() -> None:
+    """Raise BrokerError if the machine has hardly any memory left."""
+    if available_here() < FLOOR_BYTES:
+        raise BrokerError(
+            "the measurement ended because this machine has hardly any memory left",
+            "Give fewer --parameters, or stop another program first.",
+            code="bench.memory",
+        )
 
 
 def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLANDS) -> dict[str, Any]:
@@ -236,31 +223,25 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     with own_run(manifest, [payload] * fragments, append_only=False) as (server, transport):
         fleet, half = Fleet(transport, manifest, first_N, islands), fragments // 2
         first, *others = fleet.played.payloads
-        memory = PeakMemory(islands=os.getpid(), Redis=server.pid)
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
         began = time.monotonic()
         with child(serve_merger, server.url, RUN) as merger:
-            memory.processes["first merger"] = merger.pid
             fleet.played.hear(Resume)
             loaded, load_cpu = time.monotonic() - began, cpu_seconds(merger.pid)
             for p in range(half):
                 fleet.passes(p, merger.pid)
-                memory.look()
             fleet.publish(half, first)
-            memory.look()
+            first_peak = peak_bytes(merger.pid)
         killed_at = time.monotonic()
         say("the merger was killed, and another one starts")
-        del memory.processes["first merger"]
         with child(serve_merger, server.url, RUN) as merger:
-            memory.processes["second merger"] = merger.pid
             fleet.publish(half, *others)
             fleet.hear()
             restarted, restart_cpu = time.monotonic() - killed_at, cpu_seconds(merger.pid)
             fleet.adopt(half)
             for p in range(half + 1, fragments):
                 fleet.passes(p, merger.pid)
-                memory.look()
-            memory.look()
+            peaks = [max(first_peak, peak_bytes(merger.pid)), peak_bytes(server.pid), peak_bytes(os.getpid())]
         fleet.require_nothing_lost()
     rows = [
         row("the first merger starts and loads", load_cpu, seconds=loaded),
@@ -270,7 +251,7 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
         ),
         row("the second merger starts, loads and merges again", restart_cpu),
         row("from the kill to the next closed round", restarted, unit="s"),
-        *_byte_rows(fleet, memory, found),
+        *_byte_rows(fleet, peaks, found),
     ]
     return {
         "parameters": size * fragments,
@@ -294,16 +275,17 @@ def row(
             "ratio": ratio}  # fmt: skip
 
 
-def _byte_rows(fleet: Fleet, memory: PeakMemory, predicted: Predicted) -> list[dict[str, Any]]:
+def _byte_rows(fleet: Fleet, peaks: Sequence[int], predicted: Predicted) -> list[dict[str, Any]]:
+    """Return the rows of bytes. `peaks` are the most memory of a merger, of Redis and of the islands' process."""
     need, islands = predicted.cycle, len(fleet.played.payloads)
-    merger = max(memory.peaks["first merger"], memory.peaks["second merger"])
+    merger, server, _ = peaks
     return [
         row(what, 1e-9 * measured, 1e-9 * expected, unit="GB")
         for what, measured, expected in (
             ("bytes up, all islands", fleet.bytes_up, islands * need.bytes_up),
             ("bytes down, all islands", fleet.bytes_down, islands * need.bytes_down),
             ("peak memory: merger", merger, need.merger_bytes),
-            ("peak memory: Redis", memory.peaks["Redis"], need.redis_first_bytes),
-            ("peak memory: all together", memory.together, predicted.together_bytes),
+            ("peak memory: Redis", server, need.redis_first_bytes),
+            ("peak memory: sum of all processes", sum(peaks), predicted.together_bytes),
         )
     ]

@@ -76,7 +76,7 @@ def test_a_model_is_passed_whose_merger_is_killed(tmp_path: Path) -> None:
     for way in ("up", "down"):
         assert 0.5 * most < rows[f"bytes {way}, all islands"]["measured"] < 1.1 * most + 600e-9, way
     peaks = [rows[f"peak memory: {process}"]["measured"] for process in ("merger", "Redis")]
-    assert max(peaks) < rows["peak memory: all together"]["measured"]
+    assert max(peaks) < rows["peak memory: sum of all processes"]["measured"]
 
 
 # -- smaller than the verbs allow -------------------------------------------------------------------------------------
