@@ -72,8 +72,8 @@ class StudyOptions:
     computes with one thread: to use more cores, give the same command in several shells, which share the trials.
     """
 
-    name: Annotated[str, tyro.conf.Positional] = ""
-    """The study. Without a name, all studies are listed."""
+    name: Annotated[str, tyro.conf.Positional]
+    """The study. docs/results/studies.md lists those that come with the package."""
     show: bool = False
     """Run nothing. Print the table of the results so far."""
     folder: Path | None = None
@@ -99,8 +99,6 @@ class StudyOptions:
 
 
 def main(options: StudyOptions) -> int:
-    if not options.name:
-        return _overview(options)
     study = load(options.studies, options.name)
     if not options.show:
         os.environ.update((_SHARED if accelerators() else ONE_THREAD) | os.environ)  # before JAX looks at its devices
@@ -109,20 +107,6 @@ def main(options: StudyOptions) -> int:
     found = show(study, options.known(), quiet=options.json)
     if options.json:
         print_json(finite(found))
-    return 0
-
-
-def _overview(options: StudyOptions) -> int:
-    """List the studies, with the number of trials that have a result."""
-    known = options.known()
-    rows = []
-    for name in names(options.studies):
-        study = load(options.studies, name)
-        done = sum(trial.key in known for trial in study.trials)
-        rows.append({"study": name, "trials": len(study.trials), "done": done, "about": study.about})
-        say(f"{name:<12}{done:>4} of {len(study.trials):<5}{study.about}")
-    if options.json:
-        print_json({"studies": rows})
     return 0
 
 

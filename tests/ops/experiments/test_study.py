@@ -193,13 +193,6 @@ def test_a_trial_that_another_process_runs_is_left_to_it(folder: Path, measured:
     assert measured == [*study.trials[1:], study.trials[0]]
 
 
-def test_without_a_name_all_studies_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record_first(studies.load(folder, "rates"), folder, 2)
-    assert archipelago(["bench", "study", "--folder", str(folder), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said == {"studies": [{"study": "rates", "trials": 6, "done": 2, "about": "which rate"}]}
-
-
 def test_results_of_shipped_studies_go_to_the_working_directory(folder: Path) -> None:
     shipped, own = StudyOptions("muon"), StudyOptions("rates", folder=folder)
     assert (shipped.studies, shipped.results) == (SHIPPED, RESULTS)
