@@ -84,7 +84,7 @@ def config_of(fragments: int, islands: int) -> RunConfig:
     """Return the settings: the defaults of a real run, but for what this measurement cannot have.
 
     A round waits for all islands, and no island is thought to have a thin link. The rule is `rda`, to which `isotropic`
-    adds only arithmetic: the spectra of a billion parameters take minutes, and `bench merge` measures them.
+    adds only arithmetic: the spectra of a billion parameters take minutes, and `bench accelerator` measures some.
     """
     return RunConfig(
         sync=SyncConfig(fragments=fragments, window=1, quorum=islands),

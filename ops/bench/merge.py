@@ -1,8 +1,8 @@
 """`archipelago bench merge`: what merging costs.
 
-Codecs against copying, merging against bare numpy, and the spectra of isotropic merging against merging. Both sides of
-a ratio take turns in one process, where XLA and numpy have one thread each. Then runs with few and with many islands,
-through a real merger and Redis.
+Codecs against copying, and merging against bare numpy. Both sides of a ratio take turns in one process, where XLA and
+numpy have one thread each. Then runs with few and with many islands, through a real merger and Redis. `archipelago
+bench accelerator` measures the spectra of isotropic merging.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import pack, unpack, unpack_encoded
 from archipelago.ops.bench.harness import child, cpu_seconds, manifest_of, own_run, serve_merger
-from archipelago.ops.bench.output import Compared, OutputOptions, compared, finish, seconds_of, taking_turns
+from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row, seconds_of, taking_turns
 from archipelago.ops.bench.played import PATIENCE_SECONDS, PlayedIslands, contribution_of
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
@@ -57,16 +57,12 @@ def _arithmetic(pipe: Connection, quick: bool) -> None:
     pipe.send(codecs(10**7 if quick else 10**8, 3) + merging(10**6, rounds) + merging(10**7, rounds))
 
 
-def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: int) -> Compared:
-    """Let both take turns, and compare their seconds."""
-    return compared(*taking_turns([lambda: seconds_of(floor), lambda: seconds_of(ours)], rounds))
-
-
-def _row(what: str, against: str, found: Compared, goal: float | str = "") -> dict[str, Any]:
-    return {
-        "what": what, "against": against, "milliseconds": 1e3 * found.second, "theirs_milliseconds": 1e3 * found.first,
-        "ratio": found.ratio, "goal": goal,
-    }  # fmt: skip
+def timed_row(
+    what: str, ours: Callable[[], object], against: str, floor: Callable[[], object], rounds: int, goal: float | str
+) -> dict[str, Any]:
+    """Let both take turns, and return the line of the table with their milliseconds."""
+    found = compared(*taking_turns([lambda: seconds_of(floor), lambda: seconds_of(ours)], rounds))
+    return ratio_row(f"{what}, ms", 1e3 * found.second, against, 1e3 * found.first, found.ratio, goal)
 
 
 # -- codecs -----------------------------------------------------------------------------------------------------------
@@ -81,9 +77,9 @@ def codecs(elements: int, rounds: int) -> list[dict[str, Any]]:
         in_numpy = partial(lambda codec: codec.decode(codec.encode(values_N), values_N.size), CODECS[name])
         sides = (("numpy", in_numpy), ("JAX", _in_jax(name, values_N)))
         for how, there_and_back in sides:
-            found = ratio_of(lambda: np.copyto(target_N, values_N), there_and_back, rounds)
             goal = GOAL_INT4 if (name, how) == ("int4", "JAX") else ""
-            rows.append(_row(f"{name}, {how}, {elements / 1e6:g} M", "one copy", found, goal))
+            what, copy = f"{name}, {how}, {elements / 1e6:g} M", partial(np.copyto, target_N, values_N)
+            rows.append(timed_row(what, there_and_back, "one copy", copy, rounds, goal))
     return rows
 
 
@@ -111,22 +107,15 @@ def merging(elements: int, rounds: int, contributions: int = 4) -> list[dict[str
     what = f"{contributions} int4 of {elements / 1e6:g} M and a Nesterov step"
     rows = []
     for rule in ("average", "rda"):
-        ours, bare, payloads = _merger_and_bare(rule, elements, contributions)
-        deltas = [unpack(payload, elements) for payload in payloads]
-
-        def decoding(bare: _BareNesterov = bare, payloads: list[bytes] = payloads) -> Vector:
-            return bare.step([unpack(payload, elements) for payload in payloads])
-
-        found = ratio_of(decoding, ours, rounds)
-        rows.append(_row(f"{what}, {rule}", "numpy that also decodes", found, 1.0 if rule == "average" else ""))
-        found = ratio_of(lambda bare=bare, deltas=deltas: bare.step(deltas), ours, rounds)  # type: ignore[misc]
-        rows.append(_row(f"{what}, {rule}", "numpy, decoded before", found, 1.0 if rule == "average" else ""))
+        ours, decoding, stepping = _merger_and_bare(rule, elements, contributions)
+        goal = 1.0 if rule == "average" else ""
+        rows.append(timed_row(f"{what}, {rule}", ours, "numpy that also decodes", decoding, rounds, goal))
+        rows.append(timed_row(f"{what}, {rule}", ours, "numpy, decoded before", stepping, rounds, goal))
     return rows
 
 
-def _merger_and_bare(
-    rule: Literal["average", "rda"], elements: int, contributions: int
-) -> tuple[Callable[[], object], _BareNesterov, list[bytes]]:
+def _merger_and_bare(rule: Literal["average", "rda"], elements: int, contributions: int) -> list[Callable[[], object]]:
+    """Return a merged round, and the same by numpy with the decoding and without it."""
     from archipelago.merger import merge_rules
     from archipelago.merger.round_merge import Addend, RoundMerge, new_state
     from archipelago.merger.rounds import Close
@@ -145,7 +134,11 @@ def _merger_and_bare(
         addends = [Addend(*each, *merge_rules.norms(each[-1], rules.groups[0])) for each in arrived]
         return rules.close(fragment, state, addends, contributions, Close(1, 0, 1, 0.0, 0.0, 0.0))
 
-    return ours, _BareNesterov(params_N, config.outer.learning_rate, config.outer.momentum), payloads
+    def decoded() -> list[Vector]:
+        return [unpack(payload, elements) for payload in payloads]
+
+    bare = _BareNesterov(params_N, config.outer.learning_rate, config.outer.momentum)
+    return [ours, lambda: bare.step(decoded()), partial(bare.step, decoded())]
 
 
 class _BareNesterov:
@@ -190,9 +183,8 @@ def many_islands(few: int, many: int, elements: int, contributions: int) -> list
     contributes to every round with a payload that was encoded before.
     """
     theirs, mine = (_merger_seconds(islands, elements, max(1, contributions // islands)) for islands in (few, many))
-    found = compared([theirs], [mine])
-    what = f"a contribution of {elements:,} with {many} islands, merger's processor time"
-    return [_row(what, f"with {few} islands", found, GOAL_MANY)]
+    what = f"a contribution of {elements:,} with {many} islands, merger's processor time, ms"
+    return [ratio_row(what, 1e3 * mine, f"with {few} islands", 1e3 * theirs, theirs / mine, GOAL_MANY)]
 
 
 def _merger_seconds(islands: int, elements: int, rounds: int) -> float:

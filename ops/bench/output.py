@@ -30,19 +30,17 @@ def taking_turns(sides: Sequence[Callable[[], Result]], rounds: int, warm_ups: i
 
 
 class Compared(NamedTuple):
-    """Median seconds of two sides, and the median and the range of the first's seconds over the second's, by round."""
+    """Median seconds of two sides, and the median of the first's seconds over the second's, by round."""
 
     first: float
     second: float
     ratio: float
-    ratio_from: float
-    ratio_to: float
 
 
 def compared(first: Sequence[float], second: Sequence[float]) -> Compared:
     """Compare the seconds of two sides that took turns."""
     ratios = [one / other for one, other in zip(first, second, strict=True)]
-    return Compared(median(first), median(second), median(ratios), min(ratios), max(ratios))
+    return Compared(median(first), median(second), median(ratios))
 
 
 def seconds_of(work: Callable[[], object]) -> float:

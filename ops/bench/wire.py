@@ -21,7 +21,7 @@ from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.bench.harness import MeasuredProcess, child, manifest_of, own_run
-from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
+from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row, taking_turns
 from archipelago.ops.bench.played import contribution_of
 from archipelago.ops.settings import say
 
@@ -60,11 +60,12 @@ def wire(size: WireSize) -> dict[str, Any]:
         manifest = manifest_of(RUN, RunConfig(), [Tensor("all", (size.payload_bytes // 4,))], [["all"]])
         with own_run(manifest, [b"nothing"], append_only=append_only) as (server, _):
             say(f"{where}: {server.program.kind} {server.program.version}")
-            rows.append({"server": where, **_against_relay(server.url, size)})
+            rows.append(row(where, size.payloads * size.payload_bytes, *_against_relay(server.url, size)))
     return {"payload_bytes": size.payload_bytes, "rows": rows}
 
 
-def _against_relay(url: str, size: WireSize) -> dict[str, Any]:
+def _against_relay(url: str, size: WireSize) -> list[list[float]]:
+    """Return the seconds of the relay and of the transport, round by round."""
     payload_bytes, count = size.payload_bytes, size.payloads
     with contextlib.ExitStack() as held:
         sending, receiving, relay, publishing, taking = (
@@ -77,23 +78,14 @@ def _against_relay(url: str, size: WireSize) -> dict[str, Any]:
         for end in (sending, receiving):
             end.pipe.send(relay.receive())
         sides = [lambda: _seconds(sending, receiving, count), lambda: _seconds(publishing, taking, count)]
-        found = taking_turns(sides, size.rounds)
-    return row("a producer and a consumer", "store-and-forward relay", count * payload_bytes, *found)
+        return taking_turns(sides, size.rounds)
 
 
-def row(what: str, against: str, total_bytes: int, theirs: list[float], ours: list[float]) -> dict[str, Any]:
+def row(where: str, total_bytes: int, theirs: list[float], ours: list[float]) -> dict[str, Any]:
     """Return a line of the table. Both sides moved `total_bytes` in these seconds, round by round."""
-    found = compared(theirs, ours)
-    return {
-        "what": what,
-        "against": against,
-        "MB_a_second": round(total_bytes / 1e6 / found.second),
-        "theirs_MB_a_second": round(total_bytes / 1e6 / found.first),
-        "ratio": found.ratio,
-        "ratio_from": found.ratio_from,
-        "ratio_to": found.ratio_to,
-        "goal": GOAL,
-    }
+    found, size = compared(theirs, ours), total_bytes / 1e6
+    what = f"a producer and a consumer, {where}, MB/s"
+    return ratio_row(what, size / found.second, "store-and-forward relay", size / found.first, found.ratio, GOAL)
 
 
 def _seconds(producer: MeasuredProcess, consumer: MeasuredProcess, count: int) -> float:
