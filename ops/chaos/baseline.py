@@ -174,10 +174,10 @@ def worker_faults(faults: Iterable[Fault], names: Sequence[str]) -> tuple[Fault,
 
 def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitStack) -> FaultInjector:
     """Start the workers of a process group. Return the injector of their faults."""
-    group, names = FaultInjector(), tuple(plan.step_seconds)
+    group, names = FaultInjector(), plan.islands
     plan.folder.mkdir(parents=True)
     settings = {
-        "config": plan.config.to_json(), "task": plan.task, "step_seconds": dict(plan.step_seconds),
+        "config": plan.config.to_json(), "task": plan.task, "islands": names, "step_seconds": plan.step_seconds,
         "checkpoint_seconds": plan.checkpoint_seconds,
     }  # fmt: skip
     (plan.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -200,34 +200,34 @@ def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> Figures:
     Raises:
         ArchipelagoError: The workers do not begin to train, or a signal interrupted them.
     """
-    faults, progress = worker_faults(plan.faults, tuple(plan.step_seconds)), GroupProgress()
+    faults, progress = worker_faults(plan.faults, plan.islands), GroupProgress()
     with ExitStack() as stack:
-        hub = stack.enter_context(Hub(tuple(plan.step_seconds), progress))
+        hub = stack.enter_context(Hub(plan.islands, progress))
         group = start_group(plan, faults, hub, stack)
-        await_ready(group, dict.fromkeys(plan.step_seconds, lambda: progress.made))
+        await_ready(group, dict.fromkeys(plan.islands, lambda: progress.made))
         first = progress.step
         begin, end = group.carry_out(faults, lambda begin: time.monotonic() >= begin + plan.seconds, stopped)
         useful = progress.step - first
-    return summarise(progress, useful, begin, end, plan.step_seconds)
+    return summarise(progress, useful, begin, end, len(plan.islands), plan.step_seconds)
 
 
 def summarise(
-    progress: GroupProgress, useful: int, begin: float, end: float, step_seconds: Mapping[str, float]
+    progress: GroupProgress, useful: int, begin: float, end: float, workers: int, step_seconds: float
 ) -> Figures:
     """Return the figures of a process group.
 
     Args:
         useful: By how many steps the parameters are further at the end of the window than at its begin.
         begin, end: The window.
-        step_seconds: The minimum duration of a step, by worker.
+        workers, step_seconds: The number of workers, and the minimum duration of a step.
     """
-    made, workers = sum(begin <= at < end for at in progress.made), len(step_seconds)
+    made = sum(begin <= at < end for at in progress.made)
     between = pauses(progress.made, begin, end)
     seconds = [after - before for before, after in between]
     limit = max(DOWN_SECONDS, DOWN_STEPS * statistics.median(seconds)) if made else 0.0
     up = [b - a for a, b in between if b - a <= limit and not any(a <= at < b for at in progress.lost)]
     return {
-        "goodput": useful * min(step_seconds.values()) / (end - begin),
+        "goodput": useful * step_seconds / (end - begin),
         "uptime": sum(up) / (end - begin),
         "steps_useful": useful * workers,
         "steps_lost": (made - useful) * workers,
@@ -330,12 +330,12 @@ def _whole(message: bytes, least: int) -> bytes:
 def main(folder: Path, name: str, port: int) -> None:
     """Train as a worker until the process is killed: when its connection is lost, it connects again."""
     settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    names, work = list(settings["step_seconds"]), workload_of(from_json(settings["config"]), settings["task"])
+    names, work = settings["islands"], workload_of(from_json(settings["config"]), settings["task"])
     worker = DataParallelWorker(work, names.index(name), len(names), folder, settings["checkpoint_seconds"])
     while True:
         try:
             with socket.create_connection((LOOPBACK, port)) as connection:
-                follow(worker, connection, name, settings["step_seconds"][name])
+                follow(worker, connection, name, settings["step_seconds"])
         except OSError as error:
             sys.stderr.write(f"{error}; connecting again\n")
         time.sleep(CONNECT_SECONDS)

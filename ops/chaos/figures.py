@@ -47,8 +47,7 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
     trained = round(storm.steps_between(-math.inf, math.inf) * storm.tokens_per_step)
     settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.counters.pending.tokens)
     merged, refused, pending = (tokens // storm.layout.count for tokens in settled)
-    own_step = {island: storm.step_seconds[island] or step for island in storm.islands}
-    live = sum(seconds_in(states[i], SERVING, storm.begin, storm.end) / own_step[i] for i in storm.islands)
+    live = sum(seconds_in(states[i], SERVING, storm.begin, storm.end) for i in storm.islands) / step
     losses = [entry.loss for entry in storm.tape[-max(1, len(storm.tape) // 10) :] if math.isfinite(entry.loss)]
     members = [member for entry in storm.tape for member in entry.members]
     turned = [turn.at for island in storm.islands for turn in storm.turns.get(island, ())]
@@ -58,8 +57,6 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
         "seconds": storm.seconds,
         "islands": len(storm.islands),
         "step_seconds": step,
-        # The highest possible goodput, which is below one if an island is slow.
-        "ceiling": statistics.fmean(step / seconds for seconds in own_step.values()),
         "goodput": spent["useful"],
         "goodput_of_live_time": useful / live if live else math.nan,
         "uptime": uptime(storm, states),
@@ -186,10 +183,9 @@ def write(folder: Path, found: Figures, command: str) -> None:
 
 def headlines(found: Figures) -> list[tuple[str, str]]:
     """Return the name and the value of each figure."""
-    ceiling = "" if found["ceiling"] > 0.999 else f" (at most {found['ceiling']:.1%}: an island is slow)"
     spent = found["shares"]
     rows = [
-        ("goodput: merged inner steps over possible ones", f"{found['goodput']:.1%}{ceiling}"),
+        ("goodput: merged inner steps over possible ones", f"{found['goodput']:.1%}"),
         ("goodput of the time in which islands trained", f"{found['goodput_of_live_time']:.1%}"),
         ("lost to restarts: dead, and starting again", f"{spent['dead'] + spent['recovering']:.1%}"),
         ("the islands' time", ", ".join(f"{label} {spent[name]:.1%}" for name, label in SHARE_LABELS.items())),

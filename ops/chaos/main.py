@@ -80,8 +80,6 @@ class ChaosOptions:
     """Instead of random faults: kill a random island every EVERY seconds, and start it after `return_seconds`."""
     schedule: Path | None = None
     """Instead of random faults: a file with a JSON object a line. Each storm leaves its own in its folder."""
-    slow: float = 1.0
-    """The factor by which the last island's steps are slower."""
     step_seconds: float = 0.05
     """The minimum duration of an inner step, so that islands do not compete for this machine's cores. 0 for none."""
     undisturbed: bool = True
@@ -120,7 +118,7 @@ def main(options: ChaosOptions) -> int:
 
 def _require_sensible(options: ChaosOptions) -> None:
     """Raise ConfigError for values out of range (`config.value`) and options that do not go together."""
-    positive = ("seconds", "mean_seconds_between", "slow")
+    positive = ("seconds", "mean_seconds_between")
     for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every", "settle_seconds"):
         value = getattr(options, name)
         least = math.nextafter(0.0, 1.0) if name in positive else 0.0
@@ -133,11 +131,11 @@ def _require_sensible(options: ChaosOptions) -> None:
 
 def _require_compatible(options: ChaosOptions) -> None:
     """Raise ConfigError (`config.value`) for options that do not go together."""
-    needs_steps = {"--slow": options.slow != 1.0, "--baseline": options.baseline}
+    baseline = {"--baseline": options.baseline}
     needs_our_loop = {"--task": bool(options.task), "--standbys": options.standbys > 0, "--shards": options.shards > 1}
     for other, is_set, flags in (
-        ("--step-seconds 0", not options.step_seconds, needs_steps),
-        ("--script", bool(options.script), {**needs_our_loop, "--baseline": options.baseline}),
+        ("--step-seconds 0", not options.step_seconds, baseline),
+        ("--script", bool(options.script), needs_our_loop | baseline),
     ):
         if is_set and (wrong := [flag for flag, is_given in flags.items() if is_given]):
             raise ConfigError(
@@ -179,15 +177,13 @@ def _storm(
     options: ChaosOptions, config: RunConfig, folder: Path, faults: Sequence[Fault], stopped: Callable[[], bool]
 ) -> Figures:
     """Run a storm and, as the options say, the same run without faults and the baseline. Write the report."""
-    names = [island_name(number) for number in range(options.islands)]
-    step_seconds = dict.fromkeys(names, options.step_seconds)
-    step_seconds[names[-1]] *= options.slow
+    names = tuple(island_name(number) for number in range(options.islands))
     (folder / SCHEDULE).write_text(schedules.to_text(faults), encoding="utf-8")
     long = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_enough_steps(options, config)))
     plan = StormPlan(
-        folder.name, folder / "storm", long, step_seconds, options.seconds, tuple(faults), options.checkpoint_every,
-        options.settle_seconds, options.standbys, script=parse_script(options.script), task=options.task,
-        shards=options.shards,
+        folder.name, folder / "storm", long, names, options.step_seconds, options.seconds, tuple(faults),
+        options.checkpoint_every, options.settle_seconds, options.standbys, script=parse_script(options.script),
+        task=options.task, shards=options.shards,
     )  # fmt: skip
     say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
     command = " ".join(["archipelago", *sys.argv[1:]])
@@ -265,8 +261,8 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
     return StormRecord(
         begin=begin,
         end=end,
-        islands=tuple(plan.step_seconds),
-        step_seconds=own_step_seconds(plan.step_seconds, turns) if plan.is_own else dict(plan.step_seconds),
+        islands=plan.islands,
+        step_seconds=own_step_seconds(plan.step_seconds, turns) if plan.is_own else plan.step_seconds,
         tokens_per_step=_tokens_per_step(tape) if plan.is_own else config.tokens_per_step,
         layout=processes.manifest.shard_layout,
         faults=plan.faults,
@@ -283,13 +279,10 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
     )
 
 
-def own_step_seconds(asked: Mapping[str, float], turns: Mapping[str, Sequence[LoggedTurn]]) -> dict[str, float]:
-    """Return the step duration of each island of a script: the minimum that was asked for, or what the script takes."""
-    measured = [seconds for each in turns.values() for seconds in step_seconds(each)]
-    usual, least = statistics.median(measured or [0.0]), min(asked.values())
-    if usual <= least * (1 + TIMER_SHARE):
-        return dict(asked)
-    return {island: max(seconds, usual) for island, seconds in asked.items()}
+def own_step_seconds(asked: float, turns: Mapping[str, Sequence[LoggedTurn]]) -> float:
+    """Return the step duration of a script: the minimum that was asked for, or what the script takes."""
+    usual = statistics.median([seconds for each in turns.values() for seconds in step_seconds(each)] or [0.0])
+    return asked if usual <= asked * (1 + TIMER_SHARE) else usual
 
 
 def _tokens_per_step(tape: Sequence[TapeEntry]) -> float:

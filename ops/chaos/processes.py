@@ -71,7 +71,7 @@ class StormPlan:
 
     Attributes:
         folder: Folder of its logs, data and checkpoints.
-        step_seconds: Minimum duration of an inner step, by island; 0 for as fast as possible.
+        step_seconds: Minimum duration of an inner step; 0 for as fast as possible.
         seconds: Length of the measured window.
         settle_seconds: How much longer the window may last, until all processes work again.
         merged_tokens: If not 0, the window ends once this many tokens are merged, instead of after `seconds`.
@@ -84,7 +84,8 @@ class StormPlan:
     run: str
     folder: Path
     config: RunConfig
-    step_seconds: Mapping[str, float]
+    islands: tuple[str, ...]
+    step_seconds: float
     seconds: float
     faults: tuple[Fault, ...] = ()
     checkpoint_seconds: float = 10.0
@@ -110,13 +111,13 @@ class RunProcesses(FaultInjector):
         self._turn_logs = plan.folder / "turns"
         self._turn_logs.mkdir(parents=True)
         self._linked = {fault.target for fault in plan.faults if fault.kind in ON_LINKS}
-        count = len(plan.step_seconds)
+        count = len(plan.islands)
         self._threads = {**thread_environment(count), **memory_share(count + plan.standbys)}
         self.redis = self._redis()
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
-        argv = [*ISLAND, "--standby", *self._flags(min(plan.step_seconds.values()))]
+        argv = [*ISLAND, "--standby", *self._flags()]
         self.standbys = IslandStandbys(plan.standbys, argv, environment, plan.folder / "logs")
-        self.islands = [self._island(name) for name in plan.step_seconds]
+        self.islands = [self._island(name) for name in plan.islands]
         self.targets = {target.name: target for target in (self.redis, *self.islands)}
         stack.callback(self.end)
         self.run = self._created_run()
@@ -164,15 +165,15 @@ class RunProcesses(FaultInjector):
         if self.plan.script:
             return self._worker(name, [word.replace(ISLAND_WORD, name) for word in self.plan.script])
         argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
-        return self._worker(name, [*argv, *self._flags(self.plan.step_seconds[name])])
+        return self._worker(name, [*argv, *self._flags()])
 
-    def _flags(self, step_seconds: float) -> list[str]:
+    def _flags(self) -> list[str]:
         """Return the flags of what our islands train, and of steps with a minimum duration, which run one by one.
 
         Without a duration, the island measures how many steps to run at once.
         """
-        task = ["--task", self.plan.task] if self.plan.task else []
-        return [*task, *(["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else [])]
+        task, seconds = ["--task", self.plan.task] if self.plan.task else [], self.plan.step_seconds
+        return [*task, *(["--scan-steps", "1", "--step-seconds-min", str(seconds)] if seconds else [])]
 
     def _worker(self, name: str, argv: Sequence[str]) -> FaultTarget:
         proxy = self._stack.enter_context(Proxy(self._port)) if name in self._linked else None
@@ -181,9 +182,9 @@ class RunProcesses(FaultInjector):
             URL_VARIABLE: proxy.url(self.url) if proxy else self.url, RUN_VARIABLE: self.plan.run,
             TURN_LOG_VARIABLE: str(turn_log), **self._threads,
         }  # fmt: skip
-        child, is_island = Child(name, argv, environment, log), name in self.plan.step_seconds
+        child, is_island = Child(name, argv, environment, log), name in self.plan.islands
         if is_island and self.plan.script:
-            environment[STEP_VARIABLE] = str(self.plan.step_seconds[name])
+            environment[STEP_VARIABLE] = str(self.plan.step_seconds)
             child.program = [sys.executable]  # which finds the modules beside the script
         elif is_island:
             child.stand_in = self.standbys.stand_in
@@ -208,7 +209,7 @@ class RunProcesses(FaultInjector):
 
     def _is_ready(self, name: str) -> bool:
         """Return whether that island has made a turn of its loop. Mergers are ready once every shard is served."""
-        if name in self.plan.step_seconds:
+        if name in self.plan.islands:
             return bool(read_turn_log(self.turn_log(name)))
         status = self.transport.reader.merger_status()
         return status is not None and bool(status.holder)

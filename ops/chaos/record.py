@@ -57,7 +57,7 @@ class StormRecord:
 
     Attributes:
         begin, end: The measured window, from when all islands train and a merger serves until the faults end.
-        step_seconds: Minimum duration of an inner step, by island; 0 where none is set.
+        step_seconds: Minimum duration of an inner step; 0 if none is set.
         tokens_per_step: Tokens of one inner step of one island; their mean, where batches differ.
         closed_at: When each round closed.
         sent: How many contributions islands say that they have sent, by island and incarnation.
@@ -68,7 +68,7 @@ class StormRecord:
     begin: float
     end: float
     islands: tuple[str, ...]
-    step_seconds: Mapping[str, float]
+    step_seconds: float
     tokens_per_step: float
     layout: Layout
     faults: tuple[Fault, ...]
@@ -99,10 +99,8 @@ class StormRecord:
     @property
     def shortest_step_seconds(self) -> float:
         """The run's step duration: the shortest that was set, or else the median of the measured ones."""
-        given = min(self.step_seconds.values())
-        if given > 0:
-            return given
-        return statistics.median([s for turns in self.turns.values() for s in step_seconds(turns)] or [math.nan])
+        measured = (seconds for turns in self.turns.values() for seconds in step_seconds(turns))
+        return self.step_seconds or statistics.median([*measured] or [math.nan])
 
     @property
     def rounds_in_window(self) -> int:

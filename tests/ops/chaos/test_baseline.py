@@ -51,11 +51,11 @@ def config() -> RunConfig:
 def test_steps_that_were_rolled_back_are_lost() -> None:
     """Two workers make a step a second, lose three steps at 10 s, and go on at 14 s."""
     made = [*map(float, range(-2, 11)), *map(float, range(14, 20))]
-    found = summarise(GroupProgress(made=made), 17 - 3, 0.0, 20.0, {"a": 1.0, "b": 2.0})
+    found = summarise(GroupProgress(made=made), 17 - 3, 0.0, 20.0, 2, 1.0)
     assert [*found.values()] == pytest.approx([14 / 20, 16 / 20, 28, 6, 4.0])
-    lost = summarise(GroupProgress(made=made, lost=[1.5]), 17 - 3, 0.0, 20.0, {"a": 1.0})
+    lost = summarise(GroupProgress(made=made, lost=[1.5]), 17 - 3, 0.0, 20.0, 1, 1.0)
     assert lost["uptime"] == pytest.approx(15 / 20), "a time in which a connection was lost is downtime, however short"
-    none = summarise(GroupProgress(), 0, 0.0, 20.0, {"a": 1.0})
+    none = summarise(GroupProgress(), 0, 0.0, 20.0, 1, 1.0)
     assert [*none.values()] == [0.0, 0.0, 0, 0, 20.0]
 
 
@@ -182,7 +182,7 @@ def test_a_group_survives_a_storm(config: RunConfig, tmp_path: Path) -> None:
         Fault(2.0, "partition", "island-0", 0.5), Fault(3.0, "kill", "island-1", 0.2),
     )  # fmt: skip
     folder = tmp_path / "storm"
-    plan = StormPlan("storm", folder, config, dict.fromkeys(ISLANDS, 0.05), SECONDS, faults, checkpoint_seconds=0.1)
+    plan = StormPlan("storm", folder, config, tuple(ISLANDS), 0.05, SECONDS, faults, checkpoint_seconds=0.1)
     found = run_baseline(plan, lambda: False)
     assert found["steps_useful"] > 0 and found["steps_lost"] >= 0
     assert found["goodput"] == pytest.approx(found["steps_useful"] * 0.05 / (2 * SECONDS), rel=0.03)

@@ -155,13 +155,13 @@ def report(tmp_path: Path) -> dict[str, object]:
 
 
 def test_a_storm_is_followed_by_the_same_run_without_faults(played: Played, tmp_path: Path) -> None:
-    assert main(ChaosOptions(islands=2, slow=3.0, fault_seed=4, standbys=2)) == 0
+    assert main(ChaosOptions(islands=2, step_seconds=0.1, fault_seed=4, standbys=2)) == 0
     first, control = played.storms
     assert not played.baselines
     assert (first.standbys, control.standbys) == (2, 0)
     assert report(tmp_path)["standbys"] == 2
     assert first.faults and not control.faults
-    assert first.step_seconds == {"island-0": 0.05, "island-1": 0.05 * 3}
+    assert (first.islands, first.step_seconds) == (("island-0", "island-1"), 0.1)
     assert control.merged_tokens == 1900
     assert tuple(from_text((tmp_path / "runs/chaos" / SCHEDULE).read_text(), EVERYTHING)) == first.faults
 
@@ -174,7 +174,7 @@ def test_a_broken_invariant_is_in_the_exit_status(played: Played) -> None:
 def test_the_baseline_runs_under_the_faults_of_the_storm(
     played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ChaosOptions(islands=2, slow=2.0, undisturbed=False, baseline=True)
+    options = ChaosOptions(islands=2, undisturbed=False, baseline=True)
     assert main(options) == 0
     (ours,), (plan,) = played.storms, played.baselines
     assert plan.folder != ours.folder
@@ -194,7 +194,6 @@ def test_bad_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
         (ChaosOptions(seconds=0.0), "config.value"),
         (ChaosOptions(mean_seconds_between=-1.0), "config.value"),
         (ChaosOptions(step_seconds=float("nan")), "config.value"),
-        (ChaosOptions(slow=2.0, step_seconds=0.0), "config.value"),
         (ChaosOptions(baseline=True, step_seconds=0.0), "config.value"),
         (ChaosOptions(schedule=Path("none.jsonl")), "chaos.schedule"),
         (ChaosOptions(script="missing.py"), "config.value"),

@@ -58,7 +58,7 @@ def storm() -> StormRecord:
     marks = [(98.0, "redis", "start"), (98.1, "redis", "ready"), (98.2, "merger", "start"), (98.2, "a", "start"),
              (98.2, "b", "start"), (104.0, "b", "kill"), (105.0, "b", "start")]  # fmt: skip
     return StormRecord(
-        begin=100.0, end=110.0, islands=("a", "b"), step_seconds={"a": STEP, "b": STEP}, tokens_per_step=TOKENS,
+        begin=100.0, end=110.0, islands=("a", "b"), step_seconds=STEP, tokens_per_step=TOKENS,
         layout=Layout((tuple(range(FRAGMENTS)),)), faults=(Fault(4.0, "kill", "b", 1.0),),
         events=tuple(ProcessEvent(*mark) for mark in marks), turns={"a": a, "b": b},
         closed_at={1: 99.5, 2: 102.0, 3: 107.0, 4: 109.0},
@@ -90,13 +90,6 @@ def test_goodput_is_merged_steps_over_possible_steps() -> None:
     assert (found["uptime"], found["rounds"], found["holds"]) == (1.0, 3, True)
     assert found["rounds_per_minute"] == pytest.approx(18.0)
     assert found["staleness"] == {0: 6, 1: 1, 2: 1}
-
-
-def test_a_slow_island_lowers_the_ceiling() -> None:
-    found = figures(replace(storm(), step_seconds={"a": STEP, "b": 2 * STEP}))
-    assert found["ceiling"] == 0.75
-    assert found["goodput"] == pytest.approx(170 / 200)
-    assert found["goodput_of_live_time"] == pytest.approx(170 / (100 + 20 + 19.75))
 
 
 def test_a_rejoin_has_three_parts() -> None:
@@ -193,8 +186,7 @@ def test_without_a_held_out_loss_the_training_loss_is_shown() -> None:
 
 
 def test_a_slow_script_has_its_own_step_duration() -> None:
-    asked = {"a": 0.05, "b": 0.1}
-    for seconds, expected in ((0.051, asked), (0.3, {"a": 0.3, "b": 0.3})):
+    for seconds, expected in ((0.051, 0.05), (0.3, 0.3)):
         turns = [LoggedTurn(seconds * n, "a", n) for n in range(1, 4)]
-        assert own_step_seconds(asked, {"a": turns}) == pytest.approx(expected)
-    assert own_step_seconds(asked, {}) == asked
+        assert own_step_seconds(0.05, {"a": turns}) == pytest.approx(expected)
+    assert own_step_seconds(0.05, {}) == 0.05
