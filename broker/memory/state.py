@@ -37,7 +37,6 @@ class MemoryRun:
         refused_at: The time of each refusal on the broker's clock, by the number of its event.
         outer: The `outer` of each fragment's newest compaction.
         requests: The islands that have requested inner optimiser state, each with the island that promised an answer.
-        restored: The number and last round of the checkpoint from which the run was restored.
         epoch: The newest epoch and the merger that holds it. A broker that crashes may forget an epoch and give its
             number to two mergers, so the number alone does not identify the merger.
         evaluator: The island that evaluates, and the time at which its lease ends.
@@ -66,7 +65,6 @@ class MemoryRun:
     corpora: dict[str, str] = field(default_factory=dict)
     requests: dict[str, str] = field(default_factory=dict)
     handovers: dict[str, tuple[Handover, bytes]] = field(default_factory=dict)
-    restored: tuple[int, int] | None = None
     names: dict[str, NameClaim] = field(default_factory=dict)
     epoch: tuple[int, str] = (0, "")
     lease: tuple[str, float] = ("", float("-inf"))

@@ -79,7 +79,7 @@ class MemoryTransport:
             self.create(image.manifest, [(each.snapshot, each.payload) for each in packed])
             run = self._broker.runs[self._key]
             run.outer = {each.snapshot.fragment: each.outer for each in packed if each.outer}
-            run.state, run.tape, run.restored = image.state, list(image.tape), (image.number, image.round)
+            run.state, run.tape = image.state, list(image.tape)
             run.control = fields_in(image.state)
             run.evaluations, run.cursors = list(image.evaluations), dict(image.cursors)
             for contribution, payload in image.pending:

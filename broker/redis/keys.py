@@ -3,7 +3,7 @@
 All keys of a shard K of a run share the hash tag `{RUN:sK}`, so that one node of a cluster has all of them. A run with
 one shard has the shard 0. Only the names of all runs lie elsewhere (`archipelago:runs`). Each shard has the keys below,
 for its own fragments. Those of shard 0 that belong to the run exist only there: `members`, `taken`, `name`, `corpora`,
-`asks`, `handover`, `restored`, `evaluations` and `evaluator`.
+`asks`, `handover`, `evaluations` and `evaluator`.
 
 Every key has one kind of writer, so that the access rules of a role can name its keys. All roles read all keys.
 docs/reference/keys.md says what each key holds, and who writes it. An island's name cannot contain a colon.
@@ -54,7 +54,6 @@ class Keys:
         self.data = f"{self.tag}:data"
         self.corpora = f"{self.tag}:corpora"
         self.requests = f"{self.tag}:asks"
-        self.restored = f"{self.tag}:restored"
         self.evaluations = f"{self.tag}:evaluations"
         self.evaluator = f"{self.tag}:evaluator"
         self.control = f"{self.tag}:control"

@@ -296,8 +296,7 @@ def kinds_of(keys: Keys, fragments: Iterable[int], islands: Iterable[str]) -> di
     islands = list(islands)
     kinds = {
         "hash": [
-            keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.counters, keys.state,
-            keys.standbys,
+            keys.data, keys.corpora, keys.requests, keys.control, keys.counters, keys.state, keys.standbys,
             *(key(p) for p in fragments for key in (keys.head, keys.fragment, keys.outer)),
             *map(keys.island, islands),
         ],

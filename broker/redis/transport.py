@@ -202,7 +202,6 @@ class RedisTransport:
             pipe.execute_command(*command)
         for evaluation in image.evaluations:
             pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
-        pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})
 
     def _exists(self) -> RunExistsError:
         return RunExistsError(

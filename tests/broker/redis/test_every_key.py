@@ -39,7 +39,6 @@ KEYS: Final = {
     "corpora": "with the run",
     "asks": "expires",
     "handover:c:z": "expires",
-    "restored": "with the run",
     "notes": "with the run; old entries by newer ones",
     "notes:a": "with the run, or once its island is forgotten; old entries by newer ones",
     "evaluations": "with the run; old entries by newer ones",
