@@ -172,8 +172,7 @@ class ChunkStore:
             raw: The fields of the entry or hash that points to it.
             size: Its size in bytes.
             limit: The largest size that is accepted; the default is that of an honest contribution or snapshot.
-            arrived: Called with the payload as far as it has arrived, and at last with all of it. With another try to
-                read it, which begins anew, it has fewer bytes than before, or as many.
+            arrived: Called with the payload as far as it has arrived, and at last with all of it.
         """
         if PAYLOAD.encode() in raw:
             arrived(memoryview(raw[PAYLOAD.encode()]))
@@ -185,22 +184,7 @@ class ChunkStore:
         sizes = _sizes(size)
         # One byte more than the size shows a chunk that is longer, and no server sends more of it.
         commands = [("getrange", self._chunk(name, index), 0, length) for index, length in enumerate(sizes)]
-        payload = _read_joined(self._redis, commands, sizes, arrived)
-        if payload is None:
-            payload = self._again(commands, sizes)
-            arrived(memoryview(payload))
-        return payload
-
-    def _again(self, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> bytes:
-        """Read the chunks in the ordinary way, after an error came for one. Raises WireError.
-
-        It may have been an error of the server, such as that the run is on another node now. A chunk is missing only if
-        a server says so, because a contribution is refused then.
-        """
-        answers = [answer or b"" for answer in self._connection.tolerant(*commands)]
-        if [len(answer) for answer in answers] != list(sizes):
-            raise _missing(sizes)
-        return b"".join(answers)
+        return _read_joined(self._redis, commands, sizes, arrived)
 
     def found_keys(self, raw: Raw, limit: int) -> list[str]:
         """Return the chunks to which a hash points.
@@ -224,10 +208,8 @@ def _pointing(name: str, payload: bytes) -> dict[str, str | bytes]:
     return {CHUNKS: str(len(_sizes(len(payload)))), NAME: name}
 
 
-def _read_joined(
-    client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], arrived: Arrived
-) -> bytes | None:
-    """Return the answers to reading commands, joined; None if one is an error.
+def _read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], arrived: Arrived) -> bytes:
+    """Return the answers to reading commands, joined.
 
     Args:
         client: The redis-py client whose pool lends the connection.
@@ -254,8 +236,10 @@ def _read_joined(
             start += size
             arrived(whole.getbuffer()[:start])
         is_complete = True
-    except redis.ResponseError:
-        return None
+    except redis.ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise  # the server is in trouble, and no contribution is refused for that
+        raise _missing(sizes) from None
     finally:
         if not is_complete:
             connection.disconnect()  # more answers may be on their way to it
