@@ -109,6 +109,7 @@ def main(options: MergerOptions) -> int:
                     Note(transport.reader.server_ms() / 1000, "merger", REFUSED, f"{error}"[:NOTE_MAX])
                 )
         raise
+    transport.connection.register()
     with suppress(OSError):  # A merger serves without checkpoints where it cannot write.
         make_untracked(folder.path)
     keep_compiled()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import redis
@@ -104,28 +103,9 @@ class RedisConnection:
     def register(self) -> None:
         """Write the run's name among those of all runs, as far as this user may and the server that has them answers.
 
-        The run does not depend on it, so it does not wait for another server. A key of another type is deleted first.
+        The run does not depend on it. No lease may depend on the call, which may wait for another server of a cluster.
         """
-        if self.registry is self.redis:
-            self._register()
-        else:
-            threading.Thread(target=self._register, name="register", daemon=True).start()
-
-    def _register(self) -> None:
-        try:
-            try:
-                self._add_name()
-            except BrokerError as error:
-                if not is_wrong_kind(error):
-                    raise
-                with self.translated():
-                    self.registry.delete(REGISTRY)
-                self._add_name()
-        except BrokerError as error:
-            log.debug("the name of the run could not be added to those of all runs: %s", error.what)
-
-    def _add_name(self) -> None:
-        with self.translated():
+        with suppress(BrokerError), self.translated():
             self.registry.sadd(REGISTRY, self.run)
 
     def require_kind(self) -> None:

@@ -135,7 +135,6 @@ class RedisMerger:
         deleted: list[Command] = [("DEL", key) for key in (self._keys.data, *wrong)]
         self.lease.write(epoch, Write(*deleted, *self.derived(cursors, counts), self._announced(epoch, resume)))
         self._consumer.read_again(wrong)
-        self._connection.register()
 
     def _of_other_types(self) -> list[str]:
         """Return the keys whose values have another type than the run uses. No command could write to them."""

@@ -22,6 +22,7 @@ import pytest
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.process import AwaitedRun, Patience
+from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.options import IslandOptions
 from archipelago.islands.running import run_island
@@ -113,8 +114,10 @@ def test_a_merger_waits_and_may_end_in_an_outage(
 ) -> None:
     monkeypatch.setattr("archipelago.merger.shards.serve", partial(serve, pause=lambda _: None))
     stuttering.is_to_stop = True
+    transport.connection.redis.delete(REGISTRY)
     assert main(MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)) == 0
     assert stuttering.calls["manifest"] > 2
+    assert transport.reader.runs() == ["demo"], "the merger has written the name again"
     assert "served" in {note.kind for note in transport.reader.notes(100)}
     assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None, "finished": False}
 
