@@ -7,7 +7,6 @@ import math
 import os
 import statistics
 import sys
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ import tyro
 from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.machine import keep_freed_memory
-from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
+from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.messages import NOTE_MAX, REFUSED, Note, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
-from archipelago.broker.observe.merge_load import ROUNDS_MAX, merge_load, warn_of_few_syncs
+from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
@@ -126,8 +125,7 @@ def main(options: MergerOptions) -> int:
     from archipelago.merger.spectra import by_xla
 
     shards = [manifest.of_shard(shard) for shard in range(manifest.shards)]
-    telemetries = [RoundTelemetry(shard, curves) for shard in shards]
-    every, name = options.checkpoint_every, merger_name()
+    every, name, unit = options.checkpoint_every, merger_name(), loss_unit(manifest.corpus)
     compiled = Accelerator() if options.spectra == "gpu" else by_xla
     mergers, checkpointers = [], []
     for shard, own_manifest in enumerate(shards):
@@ -141,7 +139,7 @@ def main(options: MergerOptions) -> int:
             linger_seconds=LINGER_SECONDS,
             checkpointer=checkpointer,
             lease_seconds=options.lease_seconds,
-            on_round=telemetries[shard].closed,
+            on_round=lambda entry: curves.put(entry.round, values(entry, unit)),
             threads=options.threads,
             compiled=compiled,
             restart_seconds=options.restart_seconds,
@@ -206,25 +204,6 @@ def values(entry: TapeEntry, unit: LossUnit) -> Mapping[str, float]:
         "spectra_seconds": entry.spectra_seconds,
         "busy_seconds": entry.busy_seconds,
     }
-
-
-class RoundTelemetry:
-    """Records each round that a merger commits. Pass `closed` as `on_round`."""
-
-    def __init__(self, manifest: Manifest, curves: CurveWriter) -> None:
-        """Begin with no round. `curves` gets a point for each."""
-        self._unit, self._interval, self._curves = loss_unit(manifest.corpus), manifest.config.sync.interval, curves
-        self._recent: deque[TapeEntry] = deque(maxlen=ROUNDS_MAX)
-        self._has_warned = False
-
-    def closed(self, entry: TapeEntry) -> None:
-        """Record a round that was committed. Warn once if rounds wait for the merger."""
-        self._curves.put(entry.round, values(entry, self._unit))
-        self._recent.append(entry)
-        load = merge_load(tuple(self._recent), self._interval)
-        if load is not None and load.is_slow and not self._has_warned:
-            self._has_warned = True
-            log.warning("%s %s", load.describe(), load.remedy, extra={"code": "merger.slow"})
 
 
 def entry() -> int:

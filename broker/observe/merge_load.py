@@ -1,6 +1,6 @@
 """Whether a run's rounds wait for its merger, by the tape, and whether there were enough of them. Pure.
 
-Warnings and metrics of islands and mergers, `status` and the dashboard share this, so they say the same.
+`status`, the dashboard and its metrics, and the warnings at a run's end share this, so they say the same.
 """
 
 from __future__ import annotations
