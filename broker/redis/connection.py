@@ -110,24 +110,10 @@ class RedisConnection:
 
     def require_kind(self) -> None:
         """Raise BrokerError if no run can live at this address: the server is too old, or of another kind."""
-        info = self._server_info()
+        info = self.info("server")
         if self.has_info:  # fakeredis does not know INFO, but has all commands that a run needs
             sentinel = self.info("sentinel") if mode_of(info) == "sentinel" else {}
             require_kind(self.where, info, sentinel, self.servers.kind)
-
-    def _server_info(self) -> dict[str, Any]:
-        try:
-            return self.info("server")
-        except BrokerError as error:
-            if error.code != "broker.permission":
-                raise
-            user = self.redis.connection_pool.connection_kwargs.get("username") or "default"
-            raise BrokerError(
-                f"{self.where} has accepted user and password, but this user may not use INFO",
-                f"A run needs it to notice restarts and a full memory: ACL SETUSER {user} +info. `archipelago invite` "
-                "makes users with exactly the rights of a role.",
-                code="broker.permission",
-            ) from error
 
     def require_lasting(self) -> None:
         """Raise BrokerError if this server is a replica, or deletes keys when its memory is full."""

@@ -69,7 +69,8 @@ class Failures:
         if isinstance(error, redis.exceptions.NoPermissionError):
             return BrokerError(
                 f"{self.where} does not permit this ({said})",
-                "`archipelago doctor` shows what this user may do. Ask an administrator of the Redis for more rights.",
+                "`archipelago doctor` shows what this user may do. Ask an administrator of the Redis for more rights: "
+                "`archipelago invite` makes users with exactly those of a role.",
                 code="broker.permission",
             )
         if isinstance(error, redis.AuthenticationError):
