@@ -39,8 +39,6 @@ ROOM_SHARE = 0.7
 KEY_SECONDS = 60
 #: The answers to MULTI of a server that queues commands.
 QUEUES = ("OK", b"OK")
-#: The answers to a command that a server has queued.
-QUEUED = ("QUEUED", b"QUEUED")
 
 Clock = Callable[[], float]
 
@@ -62,14 +60,12 @@ class ServerFacts:
         settings: The answers to CONFIG GET for SETTINGS.
         needs_password: Whether a client without a password is rejected; None if unknown.
         denied: The commands that the user's role needs on the run's keys, and that this user cannot execute.
-        excess: The commands that this user can execute although its role must not; empty for an administrator.
     """
 
     info: Mapping[str, Any]
     settings: Mapping[str, str]
     needs_password: bool | None
     denied: tuple[str, ...]
-    excess: tuple[str, ...] = ()
 
 
 class RedisCheckup:
@@ -177,7 +173,7 @@ class RedisCheckup:
         with self._if_allowed():
             settings = self._redis.config_get(*SETTINGS)
         needs_password = MemberRecords(self._connection).needs_password()
-        return ServerFacts(self._info_or_nothing(), settings, needs_password, *self._rights())
+        return ServerFacts(self._info_or_nothing(), settings, needs_password, self._denied())
 
     def servers(self) -> tuple[Kind, list[NodeFacts]]:
         """Return the kind of the address, and facts about each server. Raises UnreachableError if none is found."""
@@ -203,8 +199,8 @@ class RedisCheckup:
             found |= self._connection.info(USUAL)
         return found
 
-    def _rights(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the needed commands that this user cannot execute, and those that it can but should not.
+    def _denied(self) -> tuple[str, ...]:
+        """Return the needed commands that this user cannot execute.
 
         Each command is queued in a transaction, which is then discarded. Redis checks permissions when it queues a
         command, so nothing is executed, and the user needs no right to read the access rules.
@@ -212,7 +208,6 @@ class RedisCheckup:
         pool = self._redis.connection_pool
         connection = pool.get_connection()
         denied: list[str] = []
-        excess: list[str] = []
 
         def tried(*command: Any) -> Any:
             answer = self._answer(connection, *command)
@@ -230,14 +225,11 @@ class RedisCheckup:
                         for command in roles.needed_commands(self.role, keys, self._name):
                             if REGISTRY not in command or self._connection.registry is self._redis:  # else another's
                                 tried(*command)
-                        for words in roles.forbidden_commands(self.role, keys) if self.role else ():
-                            if self._answer(connection, *words) in QUEUED:
-                                excess.append(words[0])
                     tried("DISCARD")
         finally:
             connection.disconnect()  # the server then drops a transaction that was not discarded
             pool.release(connection)
-        return tuple(dict.fromkeys(denied)), tuple(dict.fromkeys(excess))
+        return tuple(dict.fromkeys(denied))
 
     def _answer(self, connection: Any, *command: Any) -> Any:
         """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""

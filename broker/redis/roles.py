@@ -128,13 +128,6 @@ def needed_commands(role: Role | None, keys: Keys, name: str) -> list[tuple[Any,
     return list(out)
 
 
-def forbidden_commands(role: Role, keys: Keys) -> list[tuple[str, ...]]:
-    """Return complete commands that a role must not be able to use."""
-    others = [("HSET", keys.counters), ("HSET", keys.state), ("XADD", keys.snapshots), ("DEL", keys.tape),
-              ("HSET", keys.manifest)]  # fmt: skip
-    return [example(*each) for each in [*(others if role != "merger" else ()), ("HSET", keys.members)]]
-
-
 def example(command: str, key: str) -> tuple[str, ...]:
     """Return a complete command on a key."""
     words = _ARGUMENTS.get(command, "*").split()

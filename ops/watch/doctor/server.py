@@ -73,7 +73,7 @@ def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | 
         *memory(info),
         *evictions(facts),
         *([] if role else untold(facts)),
-        rights(facts.denied, facts.excess, role),
+        rights(facts.denied, role),
         *privacy(facts.needs_password, host, has_tls=has_tls),
     ]
 
@@ -174,8 +174,8 @@ def evictions(facts: ServerFacts) -> Iterator[Finding]:
 # -- users ------------------------------------------------------------------------------------------------------------
 
 
-def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None = None) -> Finding:
-    """Judge whether this user may run all commands of its role, and no others. None is an administrator."""
+def rights(denied: Sequence[str], role: Role | None = None) -> Finding:
+    """Judge whether this user may run all commands of its role. None is an administrator."""
     who = f"a member with the role {role} needs" if role else "workers need"
     if denied:
         names = " ".join(f"+{name.lower()}" for name in denied)
@@ -187,14 +187,7 @@ def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None 
             else f"ACL SETUSER NAME {names}, with ~{{RUN:* and ~archipelago:* among its keys. "
             "`archipelago invite` makes users with exactly the rights of a role.",
         )
-    if excess:
-        return warning(
-            "rights.wide",
-            f"This user may do more than {who}: {', '.join(excess)} on keys that others write.",
-            "Make new credentials with the rules of its role: `archipelago invite NAME --replace`.",
-        )
-    only = ", and no others" if role else ""
-    return ok("rights", f"This user may run every command that {who} on this run's keys{only}.")
+    return ok("rights", f"This user may run every command that {who} on this run's keys.")
 
 
 def is_local(host: str) -> bool:
