@@ -42,8 +42,6 @@ ON_LINKS: frozenset[Kind] = frozenset({"partition", "reset", "half-open", "throt
 VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18)}
 REDIS, MERGER = "redis", "merger"
 SECONDS_MAX = 1e6
-#: The shape k and the exponent α of the distribution of a fault's duration.
-RETURN_SHAPE, RETURN_POWER = 2.0, 4.0
 
 
 def merger_names(shards: int) -> list[str]:
@@ -101,7 +99,7 @@ def poisson(
         mean_seconds_between: Mean time that a process is up before its next fault.
         return_seconds: Mean duration of a fault.
     """
-    delays, found = Delays(return_seconds, RETURN_SHAPE, RETURN_POWER), []
+    delays, found = Delays(return_seconds), []
     for target in targets:
         rng = _generator(seed, target)
         applicable = [kind for kind in kinds if applies_to(kind, target)]

@@ -22,12 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 YEAR_SECONDS = 365.25 * 86400.0
-_GRID = 4096
+#: The mean of `Delays` for λ = 1: the integral of 1 − (1 − exp(−x²))⁴ over x > 0, term by term.
+UNIT_MEAN = math.gamma(1.5) * (4.0 - 6.0 / math.sqrt(2.0) + 4.0 / math.sqrt(3.0) - 1.0 / 2.0)
 
 
 @dataclass(frozen=True)
 class FailureModel:
-    """The five parameters of the paper, and the sizes they apply to. Its defaults reproduce the paper's Table 1."""
+    """The parameters of the paper, and the sizes they apply to. Its defaults reproduce the paper's Table 1."""
 
     chips: float = 1.2e6
     """chips of all islands together"""
@@ -45,10 +46,6 @@ class FailureModel:
     """time that an elastic island loses with each change of its size, and any other with a restart"""
     return_seconds: float = 72.0
     """mean time until a slice is back"""
-    return_shape: float = 2.0
-    """shape k of the exponentiated Weibull distribution of return times"""
-    return_power: float = 4.0
-    """exponent α of that distribution; α = 1 makes it a Weibull distribution, and k = 1 as well an exponential one"""
     elastic: bool = True
     """whether an island continues with the remaining slices"""
 
@@ -62,27 +59,16 @@ class Stretch(NamedTuple):
 
 
 class Delays:
-    """Exponentiated Weibull delays, P(delay ≤ x) = (1 − exp(−(x/λ)^k))^α. The given mean determines λ."""
+    """Exponentiated Weibull delays, P(delay ≤ x) = (1 − exp(−(x/λ)^k))^α with k = 2, α = 4. The given mean gives λ."""
 
-    def __init__(self, mean_seconds: float, shape: float, power: float) -> None:
-        self._inverse_shape, self._inverse_power = 1.0 / shape, 1.0 / power
-        self._scale = mean_seconds / _unit_mean(shape, power)
+    def __init__(self, mean_seconds: float) -> None:
+        self._scale = mean_seconds / UNIT_MEAN
 
     def __call__(self, rng: np.random.Generator) -> float:
         """Draw a delay in seconds."""
-        u = rng.random() ** self._inverse_power
+        u = rng.random() ** 0.25
         # log1p keeps the upper tail, where 1 − u would be rounded to 0.
-        return float(self._scale * (-math.log1p(-min(u, 1.0 - 1e-16))) ** self._inverse_shape)
-
-
-def _unit_mean(shape: float, power: float) -> float:
-    """Return the mean for λ = 1: the integral of P(delay > x), on a grid that is fine where the mass is."""
-    y = np.linspace(0.0, 45.0 ** min(1.0, 1.0 / shape), _GRID)  # x = y^m; exp(−45) is negligible
-    m = max(1.0, 1.0 / shape)
-    x = y**m
-    survival = -np.expm1(power * np.log1p(-np.exp(-(x[1:] ** shape))))
-    values = np.concatenate([[1.0], survival]) * m * y ** (m - 1.0)
-    return float(np.trapezoid(values, y))
+        return float(self._scale * math.sqrt(-math.log1p(-min(u, 1.0 - 1e-16))))
 
 
 class SliceFailures:
@@ -91,7 +77,7 @@ class SliceFailures:
     def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
         failures_a_second = model.chips / model.slices / (model.years_between * YEAR_SECONDS)  # of one slice that steps
         self._mean_seconds = 1.0 / failures_a_second
-        self._delays = Delays(model.return_seconds, model.return_shape, model.return_power)
+        self._delays = Delays(model.return_seconds)
         self._rng = rng
 
     def after(self, now: float, live: int) -> float:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from archipelago.ops.commands import run
 from archipelago.ops.simulation.failures import (
+    UNIT_MEAN,
     YEAR_SECONDS,
     Delays,
     FailureModel,
@@ -71,20 +72,12 @@ def test_all_islands_are_down_together_by_chance() -> None:
 
 def test_delays_are_exponentiated_weibull() -> None:
     """The mean is the requested one. It fixes the scale, and the scale fixes every quantile."""
-    for shape, power, unit_mean in (
-        (1.0, 1.0, 1.0),
-        (2.0, 1.0, math.gamma(1.5)),
-        (0.6, 1.0, math.gamma(1.0 + 1.0 / 0.6)),
-        (1.0, 2.0, 1.5),
-        (1.0, 4.0, 25.0 / 12.0),
-    ):
-        delays, random = Delays(60.0, shape, power), rng()
-        drawn = np.sort([delays(random) for _ in range(20_000)])
-        assert drawn.mean() == pytest.approx(60.0, rel=0.05), f"shape {shape}, power {power}, seed {SEED}"
-        scale = 60.0 / unit_mean
-        for share in (0.1, 0.5, 0.9):
-            quantile = drawn[int(share * len(drawn))]
-            assert (1.0 - math.exp(-((quantile / scale) ** shape))) ** power == pytest.approx(share, abs=0.015)
+    delays, random = Delays(60.0), rng()
+    drawn = np.sort([delays(random) for _ in range(20_000)])
+    assert drawn.mean() == pytest.approx(60.0, rel=0.02), f"seed {SEED}"
+    for share in (0.1, 0.5, 0.9):
+        quantile = drawn[int(share * len(drawn))] / 60.0 * UNIT_MEAN
+        assert (1.0 - math.exp(-(quantile**2))) ** 4 == pytest.approx(share, abs=0.015), f"seed {SEED}"
 
 
 # -- small cases by hand ----------------------------------------------------------------------------------------------
