@@ -43,7 +43,7 @@ Figures = dict[str, Any]
 
 def figures(storm: StormRecord, control: Figures | None = None, baseline: Figures | None = None) -> Figures:
     """Return all figures of a storm, beside those of the same run without faults and of the baseline."""
-    states, step = timelines(storm), storm.shortest_step_seconds
+    states, step = timelines(storm), storm.step_seconds
     trained = round(storm.steps_between(-math.inf, math.inf) * storm.tokens_per_step)
     settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.counters.pending.tokens)
     merged, refused, pending = (tokens // storm.layout.count for tokens in settled)
@@ -102,7 +102,7 @@ def shares(storm: StormRecord, states: Timelines) -> dict[str, float]:
     they import, compile and join. The others were `stopped` by SIGSTOP, or `dead`.
     """
     allocated = storm.seconds * len(storm.islands)
-    step = storm.shortest_step_seconds
+    step = storm.step_seconds
 
     def share(state: str) -> float:
         return sum(seconds_in(states[i], state, storm.begin, storm.end) for i in storm.islands) / allocated

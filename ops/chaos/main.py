@@ -258,11 +258,12 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
     transport = processes.transport
     config, tape = processes.manifest.config, tuple(transport.reader.tape(EVERYTHING))
     turns = {island.name: read_turn_log(processes.turn_log(island.name)) for island in processes.islands}
+    has_own = plan.is_own or not plan.step_seconds
     return StormRecord(
         begin=begin,
         end=end,
         islands=plan.islands,
-        step_seconds=own_step_seconds(plan.step_seconds, turns) if plan.is_own else plan.step_seconds,
+        step_seconds=own_step_seconds(plan.step_seconds, turns) if has_own else plan.step_seconds,
         tokens_per_step=_tokens_per_step(tape) if plan.is_own else config.tokens_per_step,
         layout=processes.manifest.shard_layout,
         faults=plan.faults,
@@ -280,8 +281,9 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
 
 
 def own_step_seconds(asked: float, turns: Mapping[str, Sequence[LoggedTurn]]) -> float:
-    """Return the step duration of a script: the minimum that was asked for, or what the script takes."""
-    usual = statistics.median([seconds for each in turns.values() for seconds in step_seconds(each)] or [0.0])
+    """Return the minimum that was asked for, or the median of what steps take if that is more; NaN for neither."""
+    measured = [seconds for each in turns.values() for seconds in step_seconds(each)]
+    usual = statistics.median(measured or [asked or math.nan])
     return asked if usual <= asked * (1 + TIMER_SHARE) else usual
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +56,7 @@ class StormRecord:
 
     Attributes:
         begin, end: The measured window, from when all islands train and a merger serves until the faults end.
-        step_seconds: Minimum duration of an inner step; 0 if none is set.
+        step_seconds: The run's step duration: the minimum that was set, or else the median of the measured ones.
         tokens_per_step: Tokens of one inner step of one island; their mean, where batches differ.
         closed_at: When each round closed.
         sent: How many contributions islands say that they have sent, by island and incarnation.
@@ -95,12 +94,6 @@ class StormRecord:
     def seconds(self) -> float:
         """Length of the window."""
         return self.end - self.begin
-
-    @property
-    def shortest_step_seconds(self) -> float:
-        """The run's step duration: the shortest that was set, or else the median of the measured ones."""
-        measured = (seconds for turns in self.turns.values() for seconds in step_seconds(turns))
-        return self.step_seconds or statistics.median([*measured] or [math.nan])
 
     @property
     def rounds_in_window(self) -> int:

@@ -190,3 +190,4 @@ def test_a_slow_script_has_its_own_step_duration() -> None:
         turns = [LoggedTurn(seconds * n, "a", n) for n in range(1, 4)]
         assert own_step_seconds(0.05, {"a": turns}) == pytest.approx(expected)
     assert own_step_seconds(0.05, {}) == 0.05
+    assert math.isnan(own_step_seconds(0.0, {}))
