@@ -30,7 +30,7 @@ RUN = {
     "archipelago_run_islands_participating": ("participating", "Live islands that recent rounds have merged."),
     "archipelago_run_contributions_per_round": ("contributions_per_round", "Mean over the recent rounds."),
     "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
-    "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
+    "archipelago_run_pending_tokens": ("tokens_pending", "Tokens of the pending ones, each counted once."),
     "archipelago_run_unreadable_records": ("unreadable", "Records that cannot be read and are skipped."),
     "archipelago_run_unfinished": ("unfinished", "1 while the run has steps to make, else 0."),
     "archipelago_run_memory_used_bytes": ("memory_bytes", "Memory that Redis uses."),

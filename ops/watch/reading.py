@@ -132,7 +132,6 @@ def summarise(
         passes=math.nan if manifest.config.has_user_loops else read / manifest.config.data.shards,
         counters=counters,
         pending=counters.pending.contributions,
-        pending_tokens=counters.pending.tokens,
         memory_bytes=memory.used if memory else 0,
         memory_limit_bytes=memory.limit if memory else 0,
         shards=layout.fragments if manifest.shards > 1 else (),

@@ -97,7 +97,6 @@ class RunView:
     passes: float
     counters: Counters
     pending: int
-    pending_tokens: int
     memory_bytes: int
     memory_limit_bytes: int
     islands: tuple[IslandView, ...]

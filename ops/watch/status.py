@@ -216,11 +216,6 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
         f"pending {view.pending:,}",
     )
     if not briefly:
-        grid.add_row(
-            "",
-            f"in tokens {counters.published_tokens:,} = {counters.merged_tokens:,} + "
-            f"{counters.refused_tokens:,} + {view.pending_tokens:,} ({view.fragments} fragments each)",
-        )
         passes = "" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"
         grid.add_row(
             "tokens",

@@ -176,12 +176,11 @@ function writeTiles(run) {
 }
 
 function writeCounters(run) {
-  const counters = { ...run.counters, pending: run.pending, pending_tokens: run.pending_tokens };
   for (const name of ["published", "merged", "refused", "pending"]) {
-    put(`b-${name}`, count(counters[name]));
-    put(`t-${name}`, short(counters[`${name}_tokens`]));
+    put(`b-${name}`, count({ ...run.counters, pending: run.pending }[name]));
+    put(`t-${name}`, short(run[`tokens_${name}`] ?? run.tokens_merged + run.tokens_refused + run.tokens_pending));
   }
-  put("counters-sub", `published = merged + refused + pending contributions; tokens count once for each fragment. Rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}.`);
+  put("counters-sub", `published = merged + refused + pending contributions. Rounds are open ${duration(run.open_seconds)}, grace ${duration(run.grace_seconds)}.`);
 }
 
 // -- islands -----------------------------------------------------------------------------------------------------------

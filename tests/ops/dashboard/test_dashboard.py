@@ -106,7 +106,7 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     assert [(i["name"], i["strip"], i["participation"]) for i in page["islands"]] == [("a", [0], 1), ("b", [-1], 0)]
     counters = page["counters"]
     assert (counters["published"], counters["merged"], counters["refused"], page["pending"]) == (3, 1, 1, 1)
-    assert (counters["published_tokens"], page["pending_tokens"]) == (300, 100)
+    assert (counters["published_tokens"], page["tokens_pending"]) == (300, 50)
     assert page["serving"] == "no merger serves the run", "this broker does not know its merger"
     assert ("b", "refused", "round 1: the digest is wrong") in {
         (event["who"], event["kind"], event["text"]) for event in page["events"]
