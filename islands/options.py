@@ -53,8 +53,6 @@ class IslandOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     """The number of this host: 0 for the leader, which alone talks to Redis."""
     scan_steps: int = 1
     """The inner steps between two step boundaries, compiled as one scan. More are faster where a step takes few ms."""
-    step_seconds_min: float = 0.0
-    """The minimum duration of an inner step, for trials of more islands than the machine has cores."""
     standby: bool = False
     """Load and compile everything, print `ready`, and join once a line on standard input names the island."""
     evaluate_every: float = 15.0
@@ -70,8 +68,6 @@ def require_valid(options: IslandOptions) -> None:
     if options.mesh is not None:
         parsed(options.mesh)
     require_number("--scan-steps", options.scan_steps, "Give a number of steps from 1 on.", least=1)
-    remedy = "Give seconds, or 0 for none."
-    require_number("--step-seconds-min", options.step_seconds_min, remedy)
     remedy = "Give a number of seconds such as 15, or 0 for no evaluations."
     require_number("--evaluate-every", options.evaluate_every, remedy)
 

@@ -85,7 +85,7 @@ class WorkerRun(Membership):
         self._times = [time.process_time() if standby else 0.0]
         super().__init__(options.run or "", lambda: name, options.connect, options.patience(stopped))
         self._options, self._stopped, self._origin = options, stopped, origin
-        self._standby, self._team, self._step_seconds_min = standby, team, options.step_seconds_min
+        self._standby, self._team = standby, team
         self._health = Health()
         options.answer_probes(self._health)
         self._state = ""

@@ -1,7 +1,7 @@
 """What trials ask of islands: a log of the turns of their loops, and steps of a minimum duration.
 
-A storm asks scripts for both by environment variables, so a script need not know of it. Each turn writes one line of
-JSON to the file that the environment names. Times are those of the machine's monotonic clock, which all its processes
+A storm asks for both by environment variables, so a script need not know of it. Each turn writes one line of JSON to
+the file that the environment names. Times are those of the machine's monotonic clock, which all its processes
 share. A written line survives a kill of the process, so at most one turn is missing.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 VARIABLE = "ARCHIPELAGO_TURN_LOG"
-#: The minimum duration of a script's inner step in seconds.
+#: The minimum duration of an inner step in seconds.
 STEP_VARIABLE = "ARCHIPELAGO_STEP_SECONDS"
 
 
@@ -41,11 +41,9 @@ class MeasuredTurns:
         self._due = clock()
 
     @classmethod
-    def asked_for(
-        cls, environment: Mapping[str, str], incarnation: str, step_seconds: float = 0.0
-    ) -> MeasuredTurns | None:
-        """Return what the environment asks for, or `--step-seconds-min`; None if neither does."""
-        path, seconds = environment.get(VARIABLE), step_seconds or float(environment.get(STEP_VARIABLE, "0"))
+    def asked_for(cls, environment: Mapping[str, str], incarnation: str) -> MeasuredTurns | None:
+        """Return what the environment asks for; None if that is nothing."""
+        path, seconds = environment.get(VARIABLE), float(environment.get(STEP_VARIABLE, "0"))
         return cls(seconds, Path(path) if path else None, incarnation) if path or seconds else None
 
     def stepped(self, steps: int) -> None:

@@ -42,8 +42,6 @@ class Membership(Joined):
 
     #: Where the island keeps a state of its own, if anywhere.
     _store: OwnStore | None = None
-    #: The minimum duration of an inner step.
-    _step_seconds_min = 0.0
 
     def __init__(
         self, run: str, island: Callable[[], str], connect: Callable[[], RedisTransport], awaited: Patience
@@ -132,7 +130,7 @@ class Membership(Joined):
                 "`archipelago steer --run %s inner.steps=N`",
                 manifest.run, steps, manifest.run, extra={"code": "loop.finished"},
             )  # fmt: skip
-        self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation, self._step_seconds_min)
+        self._measured = MeasuredTurns.asked_for(os.environ, self._incarnation)
         loop.begin()
 
     # -- training -----------------------------------------------------------------------------------------------------

@@ -115,7 +115,8 @@ class RunProcesses(FaultInjector):
         self._threads = {**thread_environment(count), **memory_share(count + plan.standbys)}
         self.redis = self._redis()
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
-        argv = [*ISLAND, "--standby", *self._flags()]
+        self._task = ["--task", plan.task] if plan.task else []
+        argv = [*ISLAND, "--standby", *self._task]
         self.standbys = IslandStandbys(plan.standbys, argv, environment, plan.folder / "logs")
         self.islands = [self._island(name) for name in plan.islands]
         self.targets = {target.name: target for target in (self.redis, *self.islands)}
@@ -165,28 +166,19 @@ class RunProcesses(FaultInjector):
         if self.plan.script:
             return self._worker(name, [word.replace(ISLAND_WORD, name) for word in self.plan.script])
         argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
-        return self._worker(name, [*argv, *self._flags()])
-
-    def _flags(self) -> list[str]:
-        """Return the flags of what our islands train, and of steps with a minimum duration, which run one by one.
-
-        Without a duration, the island measures how many steps to run at once.
-        """
-        task, seconds = ["--task", self.plan.task] if self.plan.task else [], self.plan.step_seconds
-        return [*task, *(["--scan-steps", "1", "--step-seconds-min", str(seconds)] if seconds else [])]
+        return self._worker(name, [*argv, *self._task])
 
     def _worker(self, name: str, argv: Sequence[str]) -> FaultTarget:
         proxy = self._stack.enter_context(Proxy(self._port)) if name in self._linked else None
         log, turn_log = self.plan.folder / "logs" / f"{name}.log", self.turn_log(name)
         environment = {
             URL_VARIABLE: proxy.url(self.url) if proxy else self.url, RUN_VARIABLE: self.plan.run,
-            TURN_LOG_VARIABLE: str(turn_log), **self._threads,
+            TURN_LOG_VARIABLE: str(turn_log), STEP_VARIABLE: str(self.plan.step_seconds), **self._threads,
         }  # fmt: skip
-        child, is_island = Child(name, argv, environment, log), name in self.plan.islands
-        if is_island and self.plan.script:
-            environment[STEP_VARIABLE] = str(self.plan.step_seconds)
+        child = Child(name, argv, environment, log)
+        if name in self.plan.islands and self.plan.script:
             child.program = [sys.executable]  # which finds the modules beside the script
-        elif is_island:
+        elif name in self.plan.islands:
             child.stand_in = self.standbys.stand_in
         return FaultTarget(name, child, proxy, own_files=(log, turn_log))
 

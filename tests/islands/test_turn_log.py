@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.islands.turn_log import VARIABLE, MeasuredTurns
+from archipelago.islands.turn_log import STEP_VARIABLE, VARIABLE, MeasuredTurns
 
 STEP = 0.05
 
@@ -37,7 +37,7 @@ def test_work_between_two_steps_is_a_part_of_their_minimum_duration() -> None:
 
 def test_trials_ask_by_the_environment_or_a_flag(tmp_path: Path) -> None:
     assert MeasuredTurns.asked_for({}, "x") is None
-    assert MeasuredTurns.asked_for({}, "x", STEP)
+    assert MeasuredTurns.asked_for({STEP_VARIABLE: str(STEP)}, "x")
     assert MeasuredTurns.asked_for({VARIABLE: str(tmp_path / "log")}, "x")
 
 

@@ -78,7 +78,7 @@ cd submit
 is_created() { archipelago init --run slurm --model.size tiny --inner.steps 1200 --data.sequence-length 64 > ../init.log 2>&1; }
 until_true 900 "a run" is_created
 merger=$(sbatch --parsable --array=0 "$here/worker.sbatch" merger)
-islands=$(sbatch --parsable --array=0-1 "$here/worker.sbatch" island --step-seconds-min 0.06)
+islands=$(ARCHIPELAGO_STEP_SECONDS=0.06 sbatch --parsable --array=0-1 "$here/worker.sbatch" island)
 shown() { archipelago status --json 2> /dev/null | python3 -c "import json, sys; found = json.load(sys.stdin); sys.exit(not ($1))"; }
 until_true 900 "both islands train" shown 'found["participating"] == 2'
 
