@@ -8,10 +8,8 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,8 +79,6 @@ class WorkerRun(Membership):
             origin: The origin of log lines, which takes the run's name.
             team: The processes of an island over several hosts, which this one leads.
         """
-        # The time before a standby's assignment does not count.
-        self._times = [time.process_time() if standby else 0.0]
         super().__init__(options.run or "", lambda: name, options.connect, options.patience(stopped))
         self._options, self._stopped, self._origin = options, stopped, origin
         self._standby, self._team = standby, team
@@ -107,9 +103,7 @@ class WorkerRun(Membership):
         else:
             with progress("writing the last checkpoint"):
                 self._store.finish(self.worker)
-        parts = ("imports", "joining", "programs", "state")
-        seconds = (end - begin for begin, end in pairwise(self._times))
-        return _summary(self.worker, self._state) | {"start_seconds": dict(zip(parts, seconds, strict=True))}
+        return _summary(self.worker, self._state)
 
     def sync(self, steps: int, tokens: int, losses: object) -> None:
         """Sync after some steps. It never waits for the run."""
@@ -139,7 +133,6 @@ class WorkerRun(Membership):
         from archipelago.islands.prepared import prepared_for
 
         end_of_imports()
-        self._times.append(time.process_time())
         with progress("opening the data and building the model"):
             self._prepared = prepared_for(options, manifest, task, self._standby)
         if self._team is not None:
@@ -151,23 +144,19 @@ class WorkerRun(Membership):
         self._curves = CurveWriter(options.event_file(folder), lambda: point(self.worker))
 
     def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Island:
-        island = self._prepared.island(
+        return self._prepared.island(
             name, self._incarnation, link, arrivals, self._options.scan_steps, lambda of, _: self._store.on_marker(of)
         )
-        self._times.append(time.process_time())
-        return island
 
     def _warm_up(self) -> None:
         self._evaluator = self._evaluates()
         if self._prepared is not self._standby:  # a standby has compiled everything
             self.worker.warm_up()
-        self._times.append(time.process_time())
 
     def _join(self) -> None:
         super()._join()
         if self._curves is not None:
             self._curves.start()
-        self._times.append(time.process_time())
 
     def _evaluates(self) -> Evaluator | None:
         """Start the evaluations of this island; None if it makes none."""
