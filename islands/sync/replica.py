@@ -141,10 +141,9 @@ class Replica:
         rows, size, devices = self.layout[fragment], self.sizes[fragment], self._device_layouts[fragment]
         if devices.is_split:
             return split_measure(rows, codec, devices)
-        if codec == self.codec:
-            return _compiled_measure(rows, codec)
         # The thin codec is slow to compile and rarely used, so fragments of similar size share one program.
-        return _padded_measure(rows, codec, size, _padded_size(size, max(self.sizes)))
+        padding = 0 if codec == self.codec else _padded_size(size, max(self.sizes)) - size
+        return _compiled_measure(rows, codec, padding)
 
     def prepare(self, fragment: int, new_N: Vector) -> Any:
         """Bring a fragment's snapshot to the device, in the link's thread. `adopt` takes the result."""
@@ -184,41 +183,34 @@ class Replica:
 
 # The caches below let all islands of one process, as in virtual time, share one compilation.
 @cache
-def _compiled_measure(rows: Rows, codec: str) -> Measure:
-    """Return what measures a fragment whose tensors are whole.
+def _compiled_measure(rows: Rows, codec: str, padding: int) -> Measure:
+    """Return what measures a fragment whose tensors are whole, and which is quantised with that many zeros at its end.
 
     It runs three programs. In one program, XLA would find the scale of a block once for each of its elements, which
     takes four times as long on a CPU.
     """
-    subtract, move = jax.jit(partial(outer_gradient, rows)), _compiled_move(codec)
+    subtract = jax.jit(lambda reference_N, part: jnp.pad(outer_gradient(rows, reference_N, part), (0, padding)))
+    move = _compiled_move(codec, not padding)
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        difference_N = subtract(reference_N, part)
-        parts = _compiled_quantise(codec)(difference_N)
-        return parts, move(difference_N, reference_N, parts)
+        difference_M = subtract(reference_N, part)
+        parts: Parts = _compiled_quantise(codec)(difference_M)
+        if padding:
+            layout = codec_of(codec).layout(reference_N.size)
+            parts = tuple(each[:size] for each, (size, _) in zip(parts, layout, strict=True))
+        return parts, move(difference_M, reference_N, parts)
 
     return measure
 
 
 @cache
-def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Measure:
-    subtract, settle = jax.jit(partial(_padded_gradient, rows, padded_size)), _compiled_settle(codec, size)
-
-    def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        parts_M = _compiled_quantise(codec)(subtract(reference_N, part))
-        return settle(reference_N, parts_M, _compiled_restore(codec, padded_size)(parts_M))
-
-    return measure
-
-
-@cache
-def _compiled_move(codec: str) -> Callable[[jax.Array, jax.Array, Parts], jax.Array]:
+def _compiled_move(codec: str, has_its_size: bool) -> Callable[[jax.Array, jax.Array, Parts], jax.Array]:
     """Return the program to a fragment's next reference. Fragments of the same size share it.
 
-    The next reference takes the place of the outer gradient in memory. New memory of a CPU costs more time than the
-    arithmetic. What `float32` sends is the outer gradient itself, which therefore stays.
+    The next reference takes the place of the outer gradient in memory, if that has its size. New memory of a CPU costs
+    more time than the arithmetic. What `float32` sends is the outer gradient itself, which therefore stays.
     """
-    donated = () if codec == "float32" else (0,)
+    donated = (0,) if has_its_size and codec != "float32" else ()
     return jax.jit(
         lambda _, reference_N, parts: moved(codec, reference_N, parts), donate_argnums=donated, keep_unused=True
     )
@@ -227,16 +219,6 @@ def _compiled_move(codec: str) -> Callable[[jax.Array, jax.Array, Parts], jax.Ar
 @cache
 def _compiled_quantise(codec: str) -> Callable[[jax.Array], Parts]:
     return jax.jit(lambda values_M: codec_of(codec).quantise(values_M, jnp))
-
-
-@cache
-def _compiled_restore(codec: str, elements: int) -> Callable[[Parts], jax.Array]:
-    return jax.jit(lambda parts_M: codec_of(codec).restore(parts_M, elements, jnp))
-
-
-@cache
-def _compiled_settle(codec: str, elements: int) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
-    return jax.jit(partial(_settle, codec, elements))
 
 
 @cache
@@ -271,20 +253,6 @@ def _padded_size(elements: int, largest: int) -> int:
     """Return the size after padding to whole blocks: the largest fragment's, unless that wastes too much."""
     own, shared = (-(-count // TOP_BLOCK) * TOP_BLOCK for count in (elements, largest))
     return shared if shared <= PADDING_MAX * own else own
-
-
-def _padded_gradient(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> jax.Array:
-    """Return a fragment's outer gradient, padded with zeros to [M]."""
-    return jnp.pad(outer_gradient(rows, reference_N, part), (0, padded_size - reference_N.size))
-
-
-def _settle(
-    codec: str, elements: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
-) -> tuple[Parts, jax.Array]:
-    """Return the parts without the padding, and the next reference [N]."""
-    layout = codec_of(codec).layout(elements)
-    parts = tuple(part[:size] for part, (size, _) in zip(parts_M, layout, strict=True))
-    return parts, reference_N - restored_M[:elements]
 
 
 def _adopt(

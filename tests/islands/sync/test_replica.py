@@ -187,7 +187,7 @@ def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any
     params |= params_of(of, vectors)
     for p, rows in enumerate(of.layout):
         part = {tensor.name: params[tensor.name] for tensor, _ in rows}
-        parts, reference_N = replica_module._compiled_measure(rows, thin)(replica.references[p], part)
+        parts, reference_N = replica_module._compiled_measure(rows, thin, 0)(replica.references[p], part)
         assert body_of(replica.measure(p, params, thin)) == body_of(parts)
         assert np.asarray(replica.references[p]).tobytes() == np.asarray(reference_N).tobytes()
 
