@@ -197,12 +197,8 @@ class Spent(NamedTuple):
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
-    def plus(self, other: Spent, sign: int = 1) -> Spent:
-        """Return the sum of both, or with a `sign` of -1 the difference."""
-        return Spent(*(mine + sign * theirs for mine, theirs in zip(self, other, strict=True)))
-
     def __sub__(self, other: Spent) -> Spent:
-        return self.plus(other, -1)
+        return Spent(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Pieces:

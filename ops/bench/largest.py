@@ -1,9 +1,9 @@
 """`archipelago bench largest`: pass a model of a billion parameters through Redis once, and kill its merger half-way.
 
 Mergers and Redis are the real ones. This process plays the islands: each publishes every fragment, and when that is
-merged, fetches the difference and adds it to what it held. Fragments follow one after another, so that the seconds of
-each part are separate, and all begin with the same numbers. Redis keeps nothing on disk here. The memory and the bytes
-that `ops.simulation.cycle` predicts stand beside what is measured.
+merged, fetches the difference and adds it to what it held. Fragments follow one after another, and all begin with the
+same numbers. Redis keeps nothing on disk here. The memory and the bytes that `ops.simulation.cycle` predicts stand
+beside what is measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -28,9 +28,7 @@ from archipelago.broker.process import keep_compiled
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import after_difference, digest_of, pack
 from archipelago.ops.bench.harness import (
-    Spent,
     child,
-    cpu_seconds,
     forget_peak,
     manifest_of,
     own_run,
@@ -38,7 +36,7 @@ from archipelago.ops.bench.harness import (
     require_linux,
     serve_merger,
 )
-from archipelago.ops.bench.output import OutputOptions, finish
+from archipelago.ops.bench.output import OutputOptions, finish, ratio_row
 from archipelago.ops.bench.played import PlayedIslands
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import Cycle, cycle
@@ -131,8 +129,6 @@ class Fleet:
 
     Attributes:
         bytes_up, bytes_down: What they have sent and fetched.
-        spent: What publishing, merging and adopting has taken: the seconds of all islands together, or until one hears
-            of a new version; and the processor time of this process, or of the merger.
     """
 
     def __init__(self, transport: Transport, manifest: Manifest, first_N: Vector, islands: int) -> None:
@@ -142,22 +138,14 @@ class Fleet:
             f"island-{number}": pack(_normal(number + 1, size, 1e-3), wire.up, wire.zstd_level)
             for number in range(islands)
         })  # fmt: skip
-        self.spent = dict.fromkeys(("publish, all islands", "merge", "adopt, all islands"), Spent())
         self.bytes_up = self.bytes_down = 0
 
-    def passes(self, p: int, merger: int) -> None:
-        """Pass fragment `p`, and count what each part takes. `merger` is a process ID."""
+    def passes(self, p: int) -> None:
+        """Let all islands publish fragment `p`, and adopt it when it is merged."""
         require_memory()
-        before = cpu_seconds(merger)
-        self._count("publish, all islands", lambda: self.publish(p, *self.played.payloads))
-        self._count("merge", self.hear, cpu=lambda: cpu_seconds(merger) - before)
-        self._count("adopt, all islands", lambda: self.adopt(p))
-
-    def _count(self, part: str, work: Callable[[], None], cpu: Callable[[], float] | None = None) -> None:
-        began, used = time.perf_counter(), time.process_time()
-        work()
-        seconds, own = time.perf_counter() - began, time.process_time() - used
-        self.spent[part] = self.spent[part].plus(Spent(1, seconds, cpu() if cpu else own))
+        self.publish(p, *self.played.payloads)
+        self.hear()
+        self.adopt(p)
 
     def publish(self, p: int, *names: str) -> None:
         """Let these islands publish their contributions to fragment `p`."""
@@ -227,9 +215,9 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
         began = time.monotonic()
         with child(serve_merger, server.url, RUN) as merger:
             fleet.played.hear(Resume)
-            loaded, load_cpu = time.monotonic() - began, cpu_seconds(merger.pid)
+            loaded = time.monotonic() - began
             for p in range(half):
-                fleet.passes(p, merger.pid)
+                fleet.passes(p)
             fleet.publish(half, first)
             first_peak = peak_bytes(merger.pid)
         killed_at = time.monotonic()
@@ -237,22 +225,19 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
         with child(serve_merger, server.url, RUN) as merger:
             fleet.publish(half, *others)
             fleet.hear()
-            restarted, restart_cpu = time.monotonic() - killed_at, cpu_seconds(merger.pid)
+            restarted = time.monotonic() - killed_at
             fleet.adopt(half)
             for p in range(half + 1, fragments):
-                fleet.passes(p, merger.pid)
+                fleet.passes(p)
             peaks = [max(first_peak, peak_bytes(merger.pid)), peak_bytes(server.pid), peak_bytes(os.getpid())]
+        whole = time.monotonic() - began
         fleet.require_nothing_lost()
-    rows = [
-        row("the first merger starts and loads", load_cpu, seconds=loaded),
-        *(  # The fragment of the kill counts like the mean of the others.
-            row(part, spent.cpu_seconds * fragments / max(1, spent.calls), seconds=spent.seconds)
-            for part, spent in fleet.spent.items()
-        ),
-        row("the second merger starts, loads and merges again", restart_cpu),
-        row("from the kill to the next closed round", restarted, unit="s"),
-        *_byte_rows(fleet, peaks, found),
-    ]
+    times = {
+        "the whole pass": whole, "  the first merger starts and loads": loaded,
+        "  from the kill to the next closed round": restarted,
+    }  # fmt: skip
+    rows = [ratio_row(f"{what}, s", seconds, "", "", "") for what, seconds in times.items()]
+    rows += _byte_rows(fleet, peaks, found)
     return {
         "parameters": size * fragments,
         "fragments": fragments,
@@ -266,21 +251,12 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def row(
-    what: str, measured: float, predicted: float | str = "", seconds: float | str = "", unit: str = "processor s"
-) -> dict[str, Any]:
-    """Return a line of the table: what was measured and predicted, and the time of day that it took."""
-    ratio = "" if isinstance(predicted, str) else measured / predicted
-    return {"what": what, "wall seconds": seconds, "unit": unit, "measured": measured, "predicted": predicted,
-            "ratio": ratio}  # fmt: skip
-
-
 def _byte_rows(fleet: Fleet, peaks: Sequence[int], predicted: Predicted) -> list[dict[str, Any]]:
     """Return the rows of bytes. `peaks` are the most memory of a merger, of Redis and of the islands' process."""
     need, islands = predicted.cycle, len(fleet.played.payloads)
     merger, server, _ = peaks
     return [
-        row(what, 1e-9 * measured, 1e-9 * expected, unit="GB")
+        ratio_row(f"{what}, GB", 1e-9 * measured, "the prediction", 1e-9 * expected)
         for what, measured, expected in (
             ("bytes up, all islands", fleet.bytes_up, islands * need.bytes_up),
             ("bytes down, all islands", fleet.bytes_down, islands * need.bytes_down),

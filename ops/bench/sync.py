@@ -2,7 +2,7 @@
 
 Islands, merger and Redis are the real ones, each a process; a random walk replaces the inner steps. Both systems
 take turns in the same run, so that other work on the machine slows both. The torchft side runs in another
-Python environment (the head of `torchft.py` says how to make one). Without it, its rows name the reason.
+Python environment (the head of `torchft.py` says how to make one).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from archipelago.ops.bench.harness import (
     serve_merger,
     wait_until,
 )
-from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
+from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row, taking_turns
 from archipelago.ops.launch.devices import memory_share
 from archipelago.ops.launch.supervisor import Child, thread_environment
 from archipelago.ops.settings import say
@@ -151,9 +151,8 @@ def sync(options: SyncOptions) -> dict[str, Any]:
     """Measure both systems.
 
     Returns:
-        Plain data with `rows`. `seconds` are medians over syncs, from the start of the first process to the end of the
-        last one; `MB` is the traffic of one process in a sync, both ways; `speed_to_torchft` is the median ratio of
-        torchft's seconds to ours, round by round. `committed` counts the syncs in which both processes took part.
+        Plain data with `rows`. Seconds and traffic are medians over syncs, and a sync is timed from the start of the
+        first process to the end of the last one.
     """
     python = options.torchft_python or os.environ.get(TORCHFT_PYTHON, "")
     with two_islands(options) as ours, Torchft(options, python) as theirs:
@@ -162,34 +161,25 @@ def sync(options: SyncOptions) -> dict[str, Any]:
         "parameters": sum(tensor.size for tensor in options.tensors),
         "fragments": FRAGMENTS,
         "codecs": f"{WIRE.up} up, {WIRE.down} down; torchft float32",
+        "torchft": theirs.reason or theirs.name,
         "rows": rows,
     }
 
 
 def _turns(options: SyncOptions, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
-    sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if not theirs.reason else [ours.sync]
-    mine, *others = taking_turns(sides, options.rounds, WARM_UPS)
-    rows = [_row("archipelago", mine)]
-    say(f"{rows[0]['seconds']:.3f} s a sync, median of {options.rounds}")
-    if not others:
-        missing = _row("torchft", [Synced(math.nan, committed=False)], theirs.reason)
-        return [*rows, {**missing, "committed": "not run"}]
-    rows[0]["speed_to_torchft"] = compared([each.seconds for each in others[0]], [each.seconds for each in mine]).ratio
-    return [*rows, _row(theirs.name, others[0])]
-
-
-def _row(what: str, syncs: Sequence[Synced], note: str = "") -> dict[str, Any]:
-    seconds = [s.seconds for s in syncs]
-    return {
-        "what": what,
-        "seconds": statistics.median(seconds),
-        "from": min(seconds),
-        "to": max(seconds),
-        "committed": f"{sum(s.committed for s in syncs)} of {len(syncs)}",
-        "MB": round(statistics.median(s.megabytes for s in syncs), 1),
-        "speed_to_torchft": math.nan,
-        "note": note,
-    }
+    if theirs.reason:
+        say(f"torchft is left out: {theirs.reason}")
+    sides: list[Callable[[], Synced]] = [ours.sync] if theirs.reason else [ours.sync, theirs.sync]
+    found = taking_turns(sides, options.rounds, WARM_UPS)
+    seconds = [[each.seconds for each in side] for side in found]
+    ratio: float | str = "" if theirs.reason else compared(*seconds).ratio
+    rows: list[tuple[str, list[float], float | str]] = [
+        ("a sync, s", [statistics.median(each) for each in seconds], ratio),
+        (f"  of {options.rounds} syncs, both took part in", [sum(s.committed for s in side) for side in found], ""),
+        ("  traffic of a process, both ways, MB", [statistics.median(s.megabytes for s in found[0])], ""),
+    ]
+    against = "" if theirs.reason else theirs.name
+    return [ratio_row(what, values[0], against, (values[1:] or [""])[0], of) for what, values, of in rows]
 
 
 # -- a run of two islands ----------------------------------------------------------------------------------------------

@@ -164,11 +164,10 @@ class FakeIslands:
 
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None:
     with Torchft(TINY, _script(tmp_path, STAND_IN)) as other:
-        ours, theirs = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other)
-    assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 3")
-    assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.0, 1.0, 4.0, "3 of 3")
-    assert ours["MB"] == 10.0
-    assert ours["speed_to_torchft"] == 1.0
+        seconds, committed, megabytes = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other)
+    assert (seconds["ours"], seconds["against"], seconds["theirs"], seconds["ratio"]) == (2.0, "torchft 9.9", 2.0, 1.0)
+    assert (committed["ours"], committed["theirs"]) == (3, 0)
+    assert (megabytes["ours"], megabytes["theirs"]) == (10.0, "")
 
 
 def test_a_python_without_torchft_is_named(tmp_path: Path) -> None:
