@@ -171,15 +171,17 @@ def _turns(options: SyncOptions, ours: TwoIslands, theirs: Torchft) -> list[dict
         say(f"torchft is left out: {theirs.reason}")
     sides: list[Callable[[], Synced]] = [ours.sync] if theirs.reason else [ours.sync, theirs.sync]
     found = taking_turns(sides, options.rounds, WARM_UPS)
-    seconds = [[each.seconds for each in side] for side in found]
-    ratio: float | str = "" if theirs.reason else compared(*seconds).ratio
-    rows: list[tuple[str, list[float], float | str]] = [
-        ("a sync, s", [statistics.median(each) for each in seconds], ratio),
-        (f"  of {options.rounds} syncs, both took part in", [sum(s.committed for s in side) for side in found], ""),
-        ("  traffic of a process, both ways, MB", [statistics.median(s.megabytes for s in found[0])], ""),
-    ]
     against = "" if theirs.reason else theirs.name
-    return [ratio_row(what, values[0], against, (values[1:] or [""])[0], of) for what, values, of in rows]
+
+    def row(what: str, of: Callable[[Sequence[Synced]], float], ratio: float | str = "") -> dict[str, Any]:
+        return ratio_row(what, of(found[0]), against, of(found[1]) if against else "", ratio)
+
+    ratio = compared(*([each.seconds for each in side] for side in found)).ratio if against else ""
+    return [
+        row("a sync, s", lambda side: statistics.median(each.seconds for each in side), ratio),
+        row(f"  of {options.rounds} syncs, both took part in", lambda side: sum(each.committed for each in side)),
+        row("  traffic of a process, both ways, MB", lambda side: statistics.median(each.megabytes for each in side)),
+    ]
 
 
 # -- a run of two islands ----------------------------------------------------------------------------------------------
