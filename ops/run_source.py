@@ -60,16 +60,13 @@ class RunSource(RunAddress):
 
 
 @contextmanager
-def open_run(
-    source: str | None, run: str | None, folder: Path = RUNS, *, starts_redis: bool = False
-) -> Iterator[FoundRun]:
+def open_run(source: str | None, run: str | None, *, starts_redis: bool = False) -> Iterator[FoundRun]:
     """Yield the run that a user names.
 
     Args:
         source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. The default
             is $ARCHIPELAGO_URL, and without that the folder of the run that is named.
         run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run at that place.
-        folder: The folder with the folders of runs.
         starts_redis: Whether a run in a folder is read from its own Redis, which is started if it does not run. It
             knows more of a run than the newest checkpoint.
 
@@ -81,7 +78,7 @@ def open_run(
     """
     name = run or os.environ.get(RUN_VARIABLE)
     if source is None and name and not os.environ.get(URL_VARIABLE):
-        source = str(folder / checked_name(name, "the run name"))
+        source = str(RUNS / checked_name(name, "the run name"))
     with ExitStack() as stack:
         if source is not None and is_bucket(source):
             from archipelago.merger.storage import fetched
@@ -90,13 +87,13 @@ def open_run(
         elif source is None or names_redis(source):
             yield FoundRun(_connected(stack, source, run), None, "its Redis", shown(source or ""))
         else:
-            yield _in_folder(stack, _folder_of(source, folder), run, starts_redis)
+            yield _in_folder(stack, _folder_of(source), run, starts_redis)
 
 
-def _folder_of(source: str, folder: Path) -> Path:
+def _folder_of(source: str) -> Path:
     """Return the folder of the run of that name, or the folder of that name."""
-    is_run = "/" not in source and ((folder / source).is_dir() or not Path(source).exists())
-    return folder / checked_name(source, "the run") if is_run else Path(source)
+    is_run = "/" not in source and ((RUNS / source).is_dir() or not Path(source).exists())
+    return RUNS / checked_name(source, "the run") if is_run else Path(source)
 
 
 def _in_folder(stack: ExitStack, path: Path, run: str | None, starts_redis: bool) -> FoundRun:

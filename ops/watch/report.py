@@ -7,9 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
@@ -18,7 +16,7 @@ from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.process import finite, print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, plain, to_json
-from archipelago.ops.run_source import RUNS, open_run
+from archipelago.ops.run_source import RUNS, RunSource
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import seconds_text
 from archipelago.ops.watch.reading import Watcher
@@ -43,19 +41,11 @@ _GAPS = (
 
 
 @dataclass(frozen=True)
-class ReportOptions:
-    """Write a run's figures into one HTML file, from its Redis, or from its folder if the Redis is gone."""
+class ReportOptions(RunSource):
+    """Write a run's figures into one HTML file, from its Redis, from its folder, or from a bucket (s3://…)."""
 
-    target: Annotated[str | None, tyro.conf.Positional] = None
-    """The URL of a Redis, a join file, or the name or folder of a run of `up`, also in a bucket (s3://…). The default
-    is $ARCHIPELAGO_URL.
-    """
-    run: str | None = None
-    """The name of the run at that URL. The default is $ARCHIPELAGO_RUN, or the only run there."""
     out: Path | None = None
-    """The file to write. The default is FOLDER/RUN/report.html, in a folder that git ignores."""
-    folder: Path = RUNS
-    """The folder where runs keep their logs, data and reports."""
+    """The file to write. The default is report.html in the run's folder, or in runs/RUN, which git ignores."""
     json: bool = False
     """Print one JSON object: the name of the file, and the figures."""
 
@@ -64,7 +54,7 @@ def main(options: ReportOptions) -> int:
     library = chart_library()
     found, folder = everything(options)
     name = checked_name(str(found["page"]["run"]), "the run name")
-    path = options.out or (folder or options.folder / name) / FILE
+    path = options.out or (folder or RUNS / name) / FILE
     text = html(found, library.read_text(encoding="utf-8"))
     try:
         make_untracked(path.parent)
@@ -82,7 +72,7 @@ def main(options: ReportOptions) -> int:
 
 def everything(options: ReportOptions) -> tuple[dict[str, Any], Path | None]:
     """Return the data of the page for the run that the options name, and its folder. Raise ArchipelagoError."""
-    with open_run(options.target, options.run, options.folder, starts_redis=True) as found:
+    with options.open() as found:
         return of_watch(Watcher(found.transport), found.folder), found.folder
 
 

@@ -171,7 +171,7 @@ def test_the_password_of_a_bucket_is_not_shown() -> None:
 
 
 def test_a_report_from_a_server_that_runs_and_from_its_data(tmp_path: Path) -> None:
-    options = ReportOptions("sample", folder=tmp_path / "runs")
+    options = ReportOptions(str(tmp_path / "runs" / "sample"))
     with start_server(tmp_path / "runs" / "sample" / "redis") as own:
         transport = connect(own.url, "sample")
         fill(transport)
@@ -194,7 +194,7 @@ def test_an_error_names_the_mistake(
         assert (named in found, found.count("\n")) == (True, 1), args
 
     with start_server(tmp_path / "runs" / "sample" / "redis"):
-        require_error("", "sample", "--folder", str(tmp_path / "runs"))
+        require_error("", str(tmp_path / "runs" / "sample"))
     found = {"page": {"run": "../x"}}
     monkeypatch.setattr(run_report, "everything", lambda options: (found, None))
     require_error("../x", "sample")
@@ -207,7 +207,7 @@ def test_an_unreadable_report_is_ignored(tmp_path: Path) -> None:
 
 
 def test_the_report_says_where_its_figures_come_from(ended: Path) -> None:
-    found, _ = everything(ReportOptions("sample", folder=ended.parent))
+    found, _ = everything(ReportOptions(str(ended)))
     assert found["page"]["settings"]["version.jax"] == MANIFEST.versions["jax"]
     assert MANIFEST.corpus.digest in found["page"]["settings"]["corpus"]
     assert found["page"]["settings"]["config digest"] == MANIFEST.config.digest()
