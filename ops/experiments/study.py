@@ -28,7 +28,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import math
 import os
 import time
 import tomllib
@@ -36,7 +35,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import IO, Annotated, Any
 
 import tyro
@@ -317,18 +315,13 @@ def _identity(row: TrialRow) -> tuple[Any, ...]:
 
 def _plain(row: TrialRow, rows: Sequence[TrialRow], columns: Sequence[str]) -> dict[str, Any]:
     best = baseline(row, rows)
-    ratios, tests = row.ratios(best), row.ratios(best, "test")
-    rounds = [r["rounds"] for r in row.records if "rounds" in r]
     return {
         **{name: row.settings.get(name, "") for name in columns},
         "seeds": len(row.records),
         "diverged": row.diverged,
         "tokens": round(row.tokens),
-        "rounds": round(fmean(rounds)) if rounds else 0,
         "bits_per_byte": row.mean,
         "spread": row.spread,
         "to_parallel": row.ratio(best),
-        "ratio_spread": stdev(ratios) if len(ratios) > 1 else 0.0,
-        "to_parallel_on_test": fmean(tests) if tests else math.nan,
-        "seconds": fmean(r["seconds"] for r in row.records),
+        "to_parallel_on_test": row.ratio(best, "test"),
     }

@@ -264,14 +264,10 @@ class TrialRow:
         """The standard deviation of the loss over the seeds; 0 for one seed."""
         return stdev(self.losses.values()) if len(self.losses) > 1 else 0.0
 
-    def ratios(self, other: TrialRow | None, text: str = "bits_per_byte") -> list[float]:
-        """Return the ratio of this loss to the other's, for each seed that both have."""
+    def ratio(self, other: TrialRow | None, text: str = "bits_per_byte") -> float:
+        """Return the mean ratio of this loss to the other's, over the seeds that both have; NaN without any."""
         others = other.by_seed(text) if other else {}
-        return [loss / others[seed] for seed, loss in self.by_seed(text).items() if seed in others]
-
-    def ratio(self, other: TrialRow | None) -> float:
-        """Return the mean of these ratios; NaN without any."""
-        ratios = self.ratios(other)
+        ratios = [loss / others[seed] for seed, loss in self.by_seed(text).items() if seed in others]
         return fmean(ratios) if ratios else math.nan
 
 
