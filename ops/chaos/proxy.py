@@ -103,17 +103,16 @@ class Proxy(LoopServer):
 
     Args:
         target_port: The port of the target, on loopback.
-        delay_seconds: The delay that is added to each direction.
 
     Attributes:
         port: The port on which it listens.
-        delay_seconds: The delay, which may be changed at any time and applies to later bytes.
+        delay_seconds: The delay that is added to each direction. It may be changed at any time, for later bytes.
     """
 
-    def __init__(self, target_port: int, delay_seconds: float = 0.0) -> None:
+    def __init__(self, target_port: int) -> None:
         super().__init__("proxy")
         self._target_port = target_port
-        self.delay_seconds = delay_seconds
+        self.delay_seconds = 0.0
         self._up, self._down = Direction(math.inf), Direction(math.inf)
         self.port = 0
         self._open = asyncio.Event()

@@ -14,7 +14,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.shards.transport import create, of_shard, whole
 from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
-from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
@@ -156,7 +155,6 @@ class VirtualRun:
         step_seconds: float,
         *,
         asks_peers: bool = False,
-        store: IslandStore | None = None,
     ) -> Island:
         """Let an island that has joined begin to train.
 
@@ -164,7 +162,6 @@ class VirtualRun:
             rejoin: How it gets the state of its inner optimiser.
             step_seconds: How long it takes for an inner step.
             asks_peers: Whether it asks the others for that state. They answer at once.
-            store: Its own state on a disk, if it has any.
         """
         rejoin.ask(wants_state=asks_peers)
         island.beat("joining")
@@ -174,7 +171,7 @@ class VirtualRun:
                 peer.link.pump()
                 peer.boundary()
                 peer.link.pump()
-        rejoin.complete(store)
+        rejoin.complete()
         island.beat("training")
         island.link.pump()
         self.islands[island.name] = island

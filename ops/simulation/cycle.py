@@ -56,15 +56,11 @@ def cycle(
     islands: int,
     shards: int = 1,
     *,
-    largest: int = 0,
     checkpoints: bool = True,
 ) -> Cycle:
-    """Predict a cycle of a run whose shards have equal parts of the fragments.
-
-    `largest` are the elements of the largest fragment; by default, all are equal.
-    """
+    """Predict a cycle of a run whose shards have equal parts of the fragments, which have equal sizes."""
     wire, elements, rounds = config.wire, math.ceil(parameters / shards), math.ceil(fragments / shards)
-    sizes = elements, largest or math.ceil(parameters / fragments)
+    sizes = elements, math.ceil(parameters / fragments)
     up, down, full = (codec(name).encoded_size(elements) for name in (wire.up, wire.down, wire.full))
     # Without differences, each round writes the full state, and the last snapshot stays for a while.
     written = islands * up + down if wire.sends_differences else full + 4 * elements * (1 + has_momentum(config))
