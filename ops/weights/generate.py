@@ -18,7 +18,7 @@ from archipelago.broker.errors import ConfigError, DataError, require_number
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import keep_compiled, print_json
+from archipelago.broker.process import RunAddress, keep_compiled, print_json
 from archipelago.ops.settings import say
 from archipelago.ops.weights.export import OWN_KIND, find, tokenizer_of
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config, tokenizer_beside
@@ -34,14 +34,12 @@ _SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(RunAddress):
     """Generate text with a run's newest parameters, or with an export, which needs no Redis."""
 
-    source: Annotated[str | None, tyro.conf.Positional] = None
-    """A Redis URL such as redis://HOST:PORT (default $ARCHIPELAGO_URL), the name or folder of a run with checkpoints on
-    this machine, or a folder that `archipelago export` wrote."""
-    run: str | None = None
-    """The name of the run. The default is $ARCHIPELAGO_RUN, or the only run there."""
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """The URL of a Redis (default $ARCHIPELAGO_URL), a join file, the name or folder of a run with checkpoints on this
+    machine, or a folder that `archipelago export` wrote."""
     prompt: str = "\n"
     """The text to continue."""
     tokens: int = 256
@@ -72,7 +70,7 @@ def main(options: GenerateOptions) -> int:
     require_number("--temperature", options.temperature, "Choose 0 to 100.", most=100.0)
     keep_compiled()
     with progress("reading the parameters"):
-        text_model = open_text_model(options.source, options.run)
+        text_model = open_text_model(options.url, options.run)
     prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
     pieces = generate(text_model, prompt, options.tokens, options.temperature, seed)
     if options.json:
