@@ -1,7 +1,7 @@
 """Translate the errors of redis-py and of servers into errors of archipelago, and refuse servers that can hold no run.
 
-A run needs a primary that evicts nothing, and an address that says whether it is a node of a cluster. A server that
-does not tell its kind (fakeredis has no INFO) is taken for one that works.
+A run needs a primary that evicts nothing, and an address that says whether it is a node of a cluster.
+fakeredis, which does not tell its kind, is taken for a server that works.
 """
 
 from __future__ import annotations
