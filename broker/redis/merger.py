@@ -87,7 +87,6 @@ class RedisMerger:
         self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
     ) -> Seen:
         names, began = self._names.known, time.monotonic()
-        waits = block_seconds if self._connection.has_info else 0.0  # fakeredis blocks its whole pipeline
         take_presences, is_scanned = None, False
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             if renewal:
@@ -96,7 +95,7 @@ class RedisMerger:
                 is_scanned = self._names.ask(pipe)
                 pipe.hgetall(self._keys.control)
                 take_presences = self._reader.ask_presences(pipe, names)
-            is_read = self._consumer.ask(pipe, names, count, waits)
+            is_read = self._consumer.ask(pipe, names, count, block_seconds)
             answers = iter(pipe.execute(raise_on_error=False))
         if renewal:
             self.lease.answered(next(answers), renewal)
@@ -113,7 +112,7 @@ class RedisMerger:
         if new := [name for name in self._names.known if name not in names] if around else []:
             presences = [*(presences or []), *self._reader.presences_of(new)]
         left = block_seconds - (time.monotonic() - began)
-        if not deliveries and left > 0 and not (is_read and waits):
+        if not deliveries and left > 0 and not (is_read and self._connection.has_info):
             deliveries = self.updates(left, count)
         return Seen(deliveries, control, presences)
 

@@ -25,12 +25,11 @@ from archipelago.broker.commits import (
     nothing,
     parse_entry,
 )
-from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, Pending, from_raw
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection, block_ms
-from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.keys import names_in
 from archipelago.broker.redis.script import Write
 from archipelago.broker.signing import Raw
@@ -191,7 +190,8 @@ class UpdatesConsumer:
     def ask(self, pipe: Any, names: Sequence[str], count: int, block_seconds: float) -> bool:
         """Queue the reading of these islands' streams, if there are any. The answer is for `taken`."""
         if ends := self._ends(names):
-            pipe.xread(ends, count=count, block=block_ms(block_seconds))
+            # fakeredis blocks its whole pipeline.
+            pipe.xread(ends, count=count, block=block_ms(block_seconds) if self._connection.has_info else None)
         return bool(ends)
 
     def taken(self, names: Sequence[str], answer: Any) -> list[Delivery]:
@@ -213,19 +213,12 @@ class UpdatesConsumer:
 
     def _read(self, count: int, block_seconds: float) -> list[Delivery]:
         names = self._updates.names()
-        ends = self._ends(names)
-        if not ends:
-            time.sleep(min(max(block_seconds, 0.0), EMPTY_POLL_SECONDS))  # no command waits without a stream
-            return []
-        try:
-            with self._connection.translated():
-                found = self._redis.xread(ends, count=count, block=block_ms(block_seconds))
-        except BrokerError as error:
-            if not is_wrong_kind(error):
-                raise
-            self._skip_other_keys(list(ends))
-            return []
-        return self.taken(names, found)
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            if not self.ask(pipe, names, count, block_seconds):
+                time.sleep(min(max(block_seconds, 0.0), EMPTY_POLL_SECONDS))  # no command waits without a stream
+                return []
+            (answer,) = pipe.execute(raise_on_error=False)
+        return self.taken(names, answer)
 
     def _skip_other_keys(self, keys: Sequence[str]) -> None:
         """Read the keys that are no streams no more, until `rewind` or `read_again`."""
