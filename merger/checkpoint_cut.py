@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from archipelago.broker.commits import START
-from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
+from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import ReaderClient
 
@@ -44,22 +44,8 @@ class Following:
         self._retry_at = float("-inf")
 
     def start(self) -> None:
-        """Skip all earlier markers, because the merger has loaded its shard and does not know what it holds.
-
-        Raises:
-            UnreachableError: Shard 0 does not exist. Another process may be restoring the run, shard 0 last. It could
-                not go on after an interruption if this shard were in another state by then.
-        """
+        """Skip all earlier markers, because the merger has loaded its shard and does not know what it holds."""
         self._after, self._retry_at = "", float("-inf")
-        try:
-            is_gone = self._primary.uid() is None
-        except BrokerError:
-            return  # a shard that is away stops no other one
-        if is_gone:
-            raise UnreachableError(
-                "the run has lost its shard 0, so this shard waits",
-                "Unless another process restores the run now, start a merger with --resume.",
-            )
 
     def newest(self, now: float) -> int | None:
         """Return the number of the newest checkpoint that was announced since the last call; None if there is none."""

@@ -31,7 +31,7 @@ class Shard:
     def __init__(self) -> None:
         self.announced: list[Event] = []
         self.round = self.waiting = self.calls = 0
-        self.is_away = self.is_gone = False
+        self.is_away = False
 
     def _answer(self, value: Any) -> Any:
         self.calls += 1
@@ -41,9 +41,6 @@ class Shard:
 
     def last_event(self) -> str:
         return str(self._answer(f"{len(self.announced)}-0" if self.announced else START))
-
-    def uid(self) -> str | None:
-        return cast(str | None, self._answer(None if self.is_gone else "uid"))
 
     def events(self, after: str, block_seconds: float, count: int) -> list[tuple[str, Event]]:
         assert block_seconds == 0.0
@@ -92,16 +89,6 @@ def test_markers_are_missed_while_shard_0_is_away_and_it_is_asked_rarely() -> No
     assert follower.newest(1.0 + RETRY_SECONDS) is None, "what was merged meanwhile may be later than the marker"
     home.announced.append(Marker(4, 0))
     assert follower.newest(1.0 + RETRY_SECONDS) == 4
-
-
-def test_a_shard_waits_for_a_shard_0_that_is_gone_and_not_for_one_that_is_away() -> None:
-    home = Shard()
-    follower = following(home)
-    home.is_gone = True
-    with failing(UnreachableError):
-        follower.start()
-    home.is_away = True
-    follower.start()
 
 
 def leading(other: Shard, parts: Container[int] = (), home: Shard | None = None) -> Leading:
