@@ -21,34 +21,6 @@ Params = dict[str, jax.Array]
 Gradient = Callable[[Params, Any], tuple[Params, jax.Array]]
 
 
-class Cache(NamedTuple):
-    """The keys and values of earlier tokens. Each layer has S places, and the first `length` of them are filled.
-
-    Attributes:
-        keys: One array per layer, [B, S, N, D], rotated to their positions.
-        values: One array per layer, [B, S, N, D].
-        length: int32, [].
-    """
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    length: jax.Array
-
-
-class Decoder(NamedTuple):
-    """The functions that generate text token by token, with a cache of keys and values.
-
-    Attributes:
-        empty: From S, the most tokens that the cache must hold, to an empty cache for B = 1.
-        extend: From parameters, a cache, integer tokens [1, T] and `count` (int32, [], at least 1) to the float32
-            logits [1, V] of the token after the first `count` tokens, and the cache with these added. The other tokens
-            only pad the shape. The cache must have room for `count` more.
-    """
-
-    empty: Callable[[int], Cache]
-    extend: Callable[[Params, Cache, jax.Array, jax.Array], tuple[jax.Array, Cache]]
-
-
 class Model(NamedTuple):
     """One architecture at one size. All functions are pure, differentiable and can be jitted.
 
@@ -58,7 +30,6 @@ class Model(NamedTuple):
             the token that follows. Islands and evaluations report this loss.
         tensors: The shapes that `init` returns, sorted by name. Computing them allocates nothing.
         logits: From integer tokens [B, T] to float32 logits [B, T, V] for the token that follows each position.
-        decoder: Generates text.
         loss_and_penalty: From the same arguments as `loss` to that loss and the penalty that training adds to it (both
             float32, []), in one pass. None where training adds nothing.
     """
@@ -67,7 +38,6 @@ class Model(NamedTuple):
     loss: Callable[[Params, jax.Array], jax.Array]
     tensors: tuple[Tensor, ...]
     logits: Callable[[Params, jax.Array], jax.Array]
-    decoder: Decoder
     loss_and_penalty: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
     def objective(self, params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ Attention has the form that suits the device: cuDNN's flash attention on NVIDIA 
 never holds the matrix of all pairs of positions, so its memory grows with T instead of T². It works in bfloat16 and
 float16 only.
 
-Shapes in names: B sequences, T positions, S places of a cache, W width, N heads, D elements of a head, V vocabulary.
+Shapes in names: B sequences, T positions, W width, N heads, D elements of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.manifest import Tensor
-from archipelago.islands.models.interface import Cache, Decoder, Model, Params
+from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.llama import NORM_EPSILON, ROTARY_BASE, Size
 
 #: The root mean square of a projection's first outputs, for normalised input.
@@ -134,34 +134,12 @@ class Attention(nnx.Module):
         self.out = linear(size.width, size.width, residual_gain(size), dtype, rngs)
 
     def __call__(self, x_BxTxW: jax.Array) -> jax.Array:
-        query, key, value = self._project(x_BxTxW, jnp.arange(x_BxTxW.shape[1]))
-        mixed = attend(query, key, value)
-        return self.out(mixed.reshape(x_BxTxW.shape))
-
-    def extend(
-        self, x_BxTxW: jax.Array, keys_BxSxNxD: jax.Array, values_BxSxNxD: jax.Array, length: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Attend from positions `length` onwards to a cache whose first `length` places are filled.
-
-        Returns:
-            The output [B, T, W], and the cached keys and values with those of the new positions added.
-        """
-        positions_T = length + jnp.arange(x_BxTxW.shape[1])
-        query, key, value = self._project(x_BxTxW, positions_T)
-        start = (0, length, 0, 0)
-        keys_BxSxNxD = jax.lax.dynamic_update_slice(keys_BxSxNxD, key.astype(keys_BxSxNxD.dtype), start)
-        values_BxSxNxD = jax.lax.dynamic_update_slice(values_BxSxNxD, value.astype(values_BxSxNxD.dtype), start)
-        visible_TxS = jnp.arange(keys_BxSxNxD.shape[1])[None, :] <= positions_T[:, None]
-        mixed = jax.nn.dot_product_attention(query, keys_BxSxNxD, values_BxSxNxD, mask=visible_TxS[None, None])
-        return self.out(mixed.reshape(x_BxTxW.shape)), keys_BxSxNxD, values_BxSxNxD
-
-    def _project(self, x_BxTxW: jax.Array, positions_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values, [B, T, N, D] each. The first two are rotated to their positions."""
         batch, time, width = x_BxTxW.shape
-        shape = (batch, time, self.heads, width // self.heads)
+        positions_T, shape = jnp.arange(time), (batch, time, self.heads, width // self.heads)
         query = rotate(self.query(x_BxTxW).reshape(shape), positions_T)
         key = rotate(self.key(x_BxTxW).reshape(shape), positions_T)
-        return query, key, self.value(x_BxTxW).reshape(shape)
+        mixed = attend(query, key, self.value(x_BxTxW).reshape(shape))
+        return self.out(mixed.reshape(x_BxTxW.shape))
 
 
 class GatedMLP(nnx.Module):
@@ -193,15 +171,6 @@ class Layer(nnx.Module):
         x_BxTxW = x_BxTxW + self.attention(self.attention_norm(x_BxTxW))
         return x_BxTxW + self.mlp(self.mlp_norm(x_BxTxW))
 
-    def extend(
-        self, x_BxTxW: jax.Array, keys_BxSxNxD: jax.Array, values_BxSxNxD: jax.Array, length: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Apply the layer to positions `length` onwards, as `Attention.extend` does."""
-        mixed_BxTxW, *cached = self.attention.extend(self.attention_norm(x_BxTxW), keys_BxSxNxD, values_BxSxNxD, length)
-        x_BxTxW = x_BxTxW + mixed_BxTxW
-        keys_BxSxNxD, values_BxSxNxD = cached
-        return x_BxTxW + self.mlp(self.mlp_norm(x_BxTxW)), keys_BxSxNxD, values_BxSxNxD
-
 
 class Functional(NamedTuple):
     """A module as pure functions over named parameters.
@@ -210,13 +179,11 @@ class Functional(NamedTuple):
         init: From a seed to fresh parameters.
         apply: From parameters and integer tokens [B, T] to the logits and the sum of all `Penalty` terms.
         tensors: The parameters' names, shapes and kinds, sorted by name.
-        module: From parameters to the module that holds them.
     """
 
     init: Callable[[int], Params]
     apply: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]
     tensors: tuple[Tensor, ...]
-    module: Callable[[Params], Any]
 
 
 def functional(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -> Functional:
@@ -231,11 +198,8 @@ def functional(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -
         model = create(nnx.Rngs(key))
         return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
-    def module(params: Params) -> Any:
-        return nnx.merge(graph, nnx.from_flat_state([(paths[name], value) for name, value in params.items()]))
-
     def apply(params: Params, tokens_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = module(params)
+        model: Any = nnx.merge(graph, nnx.from_flat_state([(paths[name], value) for name, value in params.items()]))
         logits: jax.Array = model(tokens_BxT)
         return logits, sum(jax.tree.leaves(nnx.pop(model, Penalty)), jnp.zeros((), jnp.float32))
 
@@ -243,7 +207,7 @@ def functional(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -
         Tensor(name, tuple(shapes[path]), "embedding" if path[-1] == "embedding" else "rest")
         for name, path in sorted(paths.items())
     )
-    return Functional(lambda seed: fresh(jax.random.key(seed)), apply, tensors, module)
+    return Functional(lambda seed: fresh(jax.random.key(seed)), apply, tensors)
 
 
 def _dotted(path: tuple[object, ...]) -> str:
@@ -261,22 +225,7 @@ def mean_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32)))
 
 
-def decoder(network: Functional, size: Size, dtype: DTypeLike) -> Decoder:
-    """The decoder of a network of that size, whose module has the `extend` of `Transformer`."""
-
-    def empty(places: int) -> Cache:
-        shape = (1, places, size.heads, size.width // size.heads)
-        keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(size.layers)) for _ in range(2))
-        return Cache(keys, values, jnp.zeros((), jnp.int32))
-
-    def extend(params: Params, cache: Cache, tokens_1xT: jax.Array, count: jax.Array) -> tuple[jax.Array, Cache]:
-        logits_1xV, after = network.module(params).extend(cache, tokens_1xT, count)
-        return logits_1xV, after
-
-    return Decoder(empty, extend)
-
-
-def language_model(network: Functional, decoder: Decoder, *, has_penalty: bool = False) -> Model:
+def language_model(network: Functional, *, has_penalty: bool = False) -> Model:
     """Return a model, from a network that returns logits [B, T, V] of the token that follows each position."""
 
     def loss_and_penalty(params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -289,4 +238,4 @@ def language_model(network: Functional, decoder: Decoder, *, has_penalty: bool =
     def logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
         return network.apply(params, tokens_BxT)[0]
 
-    return Model(network.init, loss, network.tensors, logits, decoder, loss_and_penalty if has_penalty else None)
+    return Model(network.init, loss, network.tensors, logits, loss_and_penalty if has_penalty else None)

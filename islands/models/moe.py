@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
 from archipelago.islands.models.interface import Model
-from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, decoder, functional, language_model, linear
+from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, functional, language_model, linear
 from archipelago.islands.models.llama import Size
 from archipelago.islands.models.transformer import UNROLLED, Depth, Transformer
 
@@ -120,10 +120,7 @@ class RoutedMLP(nnx.Module):
 def transformer(
     size: Size, routing: Routing, compute_dtype: DTypeLike, vocabulary: int = BYTES, depth: Depth = UNROLLED
 ) -> Model:
-    """The transformer of this size with a routed MLP in each layer. Routing is float32 in any `compute_dtype`.
-
-    In generation every token finds a slot, because each expert has at least one slot in a sequence of one token.
-    """
+    """The transformer of this size with a routed MLP in each layer. Routing is float32 in any `compute_dtype`."""
     mlp = partial(RoutedMLP, routing)
     network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, mlp, vocabulary, depth))
-    return language_model(network, decoder(network, size, compute_dtype), has_penalty=True)
+    return language_model(network, has_penalty=True)

@@ -1,4 +1,4 @@
-"""Text generation: tokens are sampled one by one, and each costs the computation of one position.
+"""Text generation: tokens are sampled one by one, each from all the tokens that the model sees.
 
 Shapes in names: V vocabulary, T positions.
 """
@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.islands.models.interface import Cache, Decoder, Params
+from archipelago.islands.models.interface import Params
+
+#: From parameters and integer tokens [B, T] to float32 logits [B, T, V].
+Logits = Callable[[Params, jax.Array], jax.Array]
 
 
 def choose(logits_V: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
@@ -22,50 +25,37 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float) -> jax.Array
 
 
 def continuation(
-    decoder: Decoder, params: Params, prompt: Sequence[int], context: int, temperature: float, seed: int
+    logits: Logits, params: Params, prompt: Sequence[int], context: int, temperature: float, seed: int
 ) -> Iterator[int]:
     """Yield tokens that continue a prompt, without end. Equal seeds give equal tokens.
 
     Args:
+        logits: Those of a model.
         prompt: At least one token.
-        context: The most tokens that the model sees at once, at least 2. When they are full, generation continues from
-            the last half of them.
+        context: The most tokens that the model sees at once.
     """
-    step = _compile(decoder, temperature)
-    key = jax.random.key(seed)
-    seen = list(prompt)
-    unread, cache, filled = seen, decoder.empty(context), 0
+    step, key, seen = _compile(logits, temperature), jax.random.key(seed), list(prompt)
     for number in range(1 << 31):
-        if filled + len(unread) > context:
-            unread, cache, filled = seen[-max(1, context // 2) :], decoder.empty(context), 0
-        tokens_1xT = np.zeros((1, 1 if filled else _padded(len(unread), context)), np.int32)
-        tokens_1xT[0, : len(unread)] = unread
-        token, cache = step(params, cache, tokens_1xT, np.int32(len(unread)), jax.random.fold_in(key, number))
-        filled += len(unread)
-        unread = [int(token)]
-        seen = [*seen[-context:], *unread]
-        yield unread[0]
-
-
-Step = Callable[[Params, Cache, np.ndarray, np.int32, jax.Array], tuple[jax.Array, Cache]]
+        seen = seen[-context:]
+        tokens_1xT = np.zeros((1, _padded(len(seen), context)), np.int32)
+        tokens_1xT[0, : len(seen)] = seen
+        seen.append(int(step(params, tokens_1xT, np.int32(len(seen)), jax.random.fold_in(key, number))))
+        yield seen[-1]
 
 
 @cache
-def _compile(decoder: Decoder, temperature: float) -> Step:
-    """Return a step that reads tokens and samples the next one.
+def _compile(logits: Logits, temperature: float) -> Callable[[Params, np.ndarray, np.int32, jax.Array], jax.Array]:
+    """Return a step that samples the token after the first `count` ones. The others only pad the shape."""
 
-    It compiles once per number of tokens. The cache is donated: it cannot be used again.
-    """
+    def step(params: Params, tokens_1xT: jax.Array, count: jax.Array, key: jax.Array) -> jax.Array:
+        return choose(logits(params, tokens_1xT)[0, count - 1], key, temperature)
 
-    def step(
-        params: Params, cache: Cache, tokens_1xT: jax.Array, count: jax.Array, key: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        logits_1xV, after = decoder.extend(params, cache, tokens_1xT, count)
-        return choose(logits_1xV[0], key, temperature), after
-
-    return jax.jit(step, donate_argnums=1)
+    return jax.jit(step)
 
 
 def _padded(count: int, context: int) -> int:
-    """Round a number of tokens up to a power of two, so that few shapes are compiled."""
-    return min(context, 1 << (count - 1).bit_length())
+    """Round a number of tokens up to 64, 256, 1024 and so on, so that few shapes are compiled."""
+    size = 64
+    while size < count:
+        size *= 4
+    return min(context, size)

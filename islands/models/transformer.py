@@ -21,13 +21,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
-from archipelago.islands.models.interface import Cache, Model
+from archipelago.islands.models.interface import Model
 from archipelago.islands.models.layers import (
     CreateMLP,
     GatedMLP,
     Layer,
     Penalty,
-    decoder,
     functional,
     language_model,
     rms_norm,
@@ -122,21 +121,8 @@ class Transformer(nnx.Module):
             self.penalty = Penalty(penalty)
         return jnp.einsum("btw,vw->btv", self.norm(x_BxTxW), embedding_VxW, preferred_element_type=jnp.float32)
 
-    def extend(self, cache: Cache, tokens_BxT: jax.Array, count: jax.Array) -> tuple[jax.Array, Cache]:
-        """Read `count` tokens. Return the float32 logits [B, V] of the next one, and the cache with these added."""
-        embedding_VxW = self.embedding[...].astype(self.dtype)
-        x_BxTxW = rows_of(embedding_VxW, tokens_BxT)
-        cached: list[tuple[jax.Array, jax.Array]] = []
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x_BxTxW, *new = layer.extend(x_BxTxW, keys, values, cache.length)
-            cached.append((new[0], new[1]))
-        last_BxW = self.norm(jax.lax.dynamic_index_in_dim(x_BxTxW, count - 1, axis=1, keepdims=False))
-        logits_BxV = jnp.einsum("bw,vw->bv", last_BxW, embedding_VxW, preferred_element_type=jnp.float32)
-        both = (tuple(keys for keys, _ in cached), tuple(values for _, values in cached))
-        return logits_BxV, Cache(*both, cache.length + count)
-
 
 def transformer(size: Size, compute_dtype: DTypeLike, vocabulary: int = BYTES, depth: Depth = UNROLLED) -> Model:
     """The dense transformer of this size. Parameters and cross-entropy are float32 in any `compute_dtype`."""
     network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, vocabulary=vocabulary, depth=depth))
-    return language_model(network, decoder(network, size, compute_dtype))
+    return language_model(network)

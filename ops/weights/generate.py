@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.registry import Model, Params
 
-#: The most tokens that the model sees at once. Their keys and values take memory.
+#: The most tokens that the model sees at once.
 CONTEXT_MAX = 8192
 #: Control characters become U+FFFD, so that text cannot control the terminal.
 _SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
@@ -89,7 +89,7 @@ def generate(text_model: TextModel, prompt: str, tokens: int, temperature: float
 
     start = text_model.tokenizer.encode(prompt) or text_model.tokenizer.encode("\n")
     context = max(2, min(text_model.context, CONTEXT_MAX))
-    endless = continuation(text_model.model.decoder, text_model.params, start, context, temperature, seed)
+    endless = continuation(text_model.model.logits, text_model.params, start, context, temperature, seed)
 
     # A model's vocabulary may be larger than the tokenizer's.
     vocabulary = text_model.tokenizer.vocabulary

@@ -32,8 +32,6 @@ CONFIG = RunConfig(
 )
 TENSORS = (Tensor("kernel", (2, 3)), Tensor("scale", (5,)))
 TEXT = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
-#: The decoder of models that generate no text in their tests.
-NO_DECODER: Any = None
 
 
 def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
@@ -49,7 +47,7 @@ def _no_logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
 @cache
 def steps_by(inner: InnerConfig) -> InnerSteps:
     """Return the compiled inner steps of the model."""
-    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _no_logits, NO_DECODER), inner)
+    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _no_logits), inner)
 
 
 STEPS = steps_by(CONFIG.inner)

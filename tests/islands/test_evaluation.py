@@ -46,7 +46,7 @@ def _logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
     return jnp.zeros((*tokens_BxT.shape, 256)) + params["scale"][0]
 
 
-MODEL = Model(lambda seed: {}, _loss, tiny.TENSORS, _logits, tiny.NO_DECODER)
+MODEL = Model(lambda seed: {}, _loss, tiny.TENSORS, _logits)
 
 
 @cache

@@ -26,7 +26,6 @@ from archipelago.islands.inner import (
     learning_rate,
 )
 from archipelago.islands.models.registry import Model, Params
-from tests.harness.tiny import NO_DECODER
 
 Wide = NDArray[np.float64]
 CONFIG = InnerConfig(
@@ -56,7 +55,7 @@ class Quadratic:
             raise NotImplementedError
 
         tensors = (Tensor("bias", (2,)), Tensor("kernel", (2, 2)))
-        return Model(lambda seed: fresh(), self.loss, tensors, logits, NO_DECODER)
+        return Model(lambda seed: fresh(), self.loss, tensors, logits)
 
 
 def fresh() -> Params:

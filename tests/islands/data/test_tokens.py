@@ -23,7 +23,6 @@ from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.models.registry import Model, Params, learning_rate
 from archipelago.islands.tasks.ours import fitted, our_work
 from tests.failing import failing
-from tests.harness.tiny import NO_DECODER
 from tests.islands.models import mini
 
 TEXT = "".join(f"{n} islands, {n * n % 97} ships; häfen, 港\n" for n in range(2500))
@@ -134,7 +133,7 @@ def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
     def loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
         return jnp.asarray(math.log(VOCABULARY), jnp.float32)
 
-    model = Model(lambda seed: {}, loss, (), uniform, NO_DECODER)
+    model = Model(lambda seed: {}, loss, (), uniform)
     text = held_out(tokens.valid, 8, 16)
     bits = math.log2(VOCABULARY) * tokens.valid.size / tokens.text_sizes[1]
     assert mini.measures(model, text, {}, tokens.bytes_per_token).bits == pytest.approx(bits)

@@ -29,7 +29,6 @@ from archipelago.islands.placement import Placement, placement_of
 from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.worker import Island
 from tests.harness.played import PlayedRun
-from tests.harness.tiny import NO_DECODER
 
 CONFIG = RunConfig(
     record=True,
@@ -64,7 +63,7 @@ def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
 
 @cache
 def _steps(inner: InnerConfig) -> InnerSteps:
-    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _logits, NO_DECODER), inner)
+    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _logits), inner)
 
 
 @cache
