@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
-from archipelago.broker.wire import digest_of, unpack
+from archipelago.broker.wire import unpack
 from archipelago.merger import record as records
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.settings import say
@@ -45,7 +45,9 @@ def main(options: ReplayOptions) -> int:
     if options.json:
         print_json(found)
     else:
-        _tell(found)
+        say(f"run {found['run']!r}: {found['rounds']} of {found['rounds_recorded']} rounds repeated, with "
+            f"{found['contributions']} contributions")  # fmt: skip
+        say(f"first difference: {found['first_difference']}" if found["first_difference"] else "no bit differs")
     return 0 if found["same"] else 1
 
 
@@ -56,13 +58,11 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
         recorded: The record of each shard of the run.
 
     Returns:
-        Plain data: counts, digests, and the first difference if there is one.
+        Plain data: counts, and the first difference if there is one.
 
     Raises:
         ConfigError: A round is missing in a record.
     """
-    import numpy as np
-
     from archipelago.merger.replay import DifferenceError, replay_round
     from archipelago.merger.round_merge import RoundMerge, new_state
     from archipelago.merger.state import RunState
@@ -70,7 +70,6 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     manifest = recorded[0].manifest.of_shard(None)
     rounds = [rounds_of(record) for record in recorded]
     count, closed, contributions, found = sum(map(len, rounds)), 0, 0, list[str]()
-    repeated, last = dict[int, str](), dict[int, str]()
     with progress("repeating the rounds", count) as repeating:
         for number, record in enumerate(recorded):
             rules, state, sizes = RoundMerge.of(record.manifest), RunState(), manifest.sizes
@@ -85,19 +84,13 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
             except DifferenceError as error:
                 found.append(f"shard {number}: {error.what}" if len(recorded) > 1 else error.what)
             closed += record.manifest.own_rounds.until(state.closed)
-            last |= {tape.fragment: tape.digest for tape, _ in rounds[number]}
-            repeated |= {p: digest_of(np.asarray(fragment.published_N)) for p, fragment in fragments.items()}
-    pairs = [(repeated[p], last.get(p, "")) for p in range(len(manifest.fragments))]
     return {
         "run": manifest.run,
         "rounds": closed,
         "rounds_recorded": count,
         "contributions": contributions,
-        "fragments": [
-            {"fragment": p, "digest": digest, "recorded": recorded} for p, (digest, recorded) in enumerate(pairs)
-        ],
         "first_difference": found[0] if found else "",
-        "same": not found and all(digest == (recorded or digest) for digest, recorded in pairs),
+        "same": not found,
     }
 
 
@@ -121,12 +114,3 @@ def read(folder: Path) -> list[records.Record]:
     first = records.read(kept.recorder.folder)
     others = kept.parts(first.manifest)[1:]
     return [first, *(records.read(part.recorder.folder) for part in others)]
-
-
-def _tell(found: Mapping[str, Any]) -> None:
-    say(f"run {found['run']!r}: {found['rounds']} of {found['rounds_recorded']} rounds repeated, with "
-        f"{found['contributions']} contributions")  # fmt: skip
-    for fragment in found["fragments"]:
-        same = "same" if fragment["digest"] == fragment["recorded"] else f"recorded {fragment['recorded'] or 'nothing'}"
-        say(f"  fragment {fragment['fragment']}: {fragment['digest']}  {same}")
-    say(f"first difference: {found['first_difference']}" if found["first_difference"] else "no bit differs")
