@@ -31,7 +31,7 @@ from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.study import append, records, trials_of, unmeasured
 from archipelago.ops.experiments.trial import ISLANDS_MAX, CurvePoint, Record, Trial, TrialRow, key_of, measure
-from archipelago.ops.launch.init import workload_of
+from archipelago.ops.launch.init import trainable
 from archipelago.ops.settings import is_given, say
 
 if TYPE_CHECKING:
@@ -109,11 +109,7 @@ def main(options: ParityOptions) -> int:
         require_number("--islands", count, f"Give numbers from 1 to {ISLANDS_MAX}.", 1, ISLANDS_MAX)
     require_number("--slow", options.slow, "Give a factor of at least 1.", 1.0)
     keep_compiled()
-    work = workload_of(config, options.task)
-    if isinstance(work.named, TaskFile):
-        from archipelago.islands.tasks.workload import require_trainable
-
-        require_trainable(work)
+    work = trainable(config, options.task)
     if work.config.inner.steps == InnerConfig().steps and not _has_length(options.config):
         work = work.changed(inner=replace(work.config.inner, steps=SYNCS * config.sync.interval))
     found = parity(work, options)

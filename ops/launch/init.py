@@ -27,7 +27,6 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
@@ -150,22 +149,6 @@ def text_of(manifest: Manifest) -> str:
     return open_corpus(manifest.corpus.name).describe()
 
 
-def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -> bool:
-    """Check that the weights fit the model, and that the corpus was made with the tokenizer of the weights.
-
-    Returns:
-        False if the weights do not say which tokenizer they were trained with.
-
-    Raises:
-        DataError: They do not fit (`weights.unfit`, `weights.tokenizer`).
-    """
-    from archipelago.islands.models.registry import build
-
-    is_known = require_tokenizer(files, corpus)
-    files.require(build(config.model).tensors)
-    return is_known
-
-
 def tell_of_memory(manifest: Manifest, server: Memory) -> None:
     """Say how much memory each part of the run takes, and warn if the Redis or this machine has less."""
     parts, available = footprint(manifest), available_here()
@@ -244,11 +227,14 @@ def workload_of(config: RunConfig, task: str | None, weights: Path | None = None
         return Workload.of(file, task_config(config, file))
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
+    work = our_work(config, corpus)
     if weights is not None:
-        require_fitting(WeightFiles(weights), config, corpus)
+        files = WeightFiles(weights)
+        require_tokenizer(files, corpus)
+        files.require(work.model.tensors)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
-    return our_work(config, corpus)
+    return work
 
 
 def trainable(config: RunConfig, task: str | None, weights: Path | None = None) -> Workload:
@@ -269,12 +255,9 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
     if weights is None:
         return manifest, work.model.init()
     files = WeightFiles(weights)
-    if isinstance(work.named, OurTask):
-        if not require_fitting(files, work.config, work.named.corpus):
-            say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that "
-                f"of the corpus {work.named.corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
-    else:
-        files.require(work.model.tensors)
+    if isinstance(work.named, OurTask) and not require_tokenizer(files, work.named.corpus):
+        say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that of "
+            f"the corpus {work.named.corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
     return manifest, files.load(manifest.tensors)
 
 

@@ -92,7 +92,7 @@ def test_what_was_begun_with_several_seeds_is_a_table(tmp_path: Path, monkeypatc
     )
     work = task_work()
     parity.parity(work, options_of(tmp_path, seeds=(0, 1), islands=(2,)))
-    monkeypatch.setattr(parity, "workload_of", lambda config, task: work)
+    monkeypatch.setattr(parity, "trainable", lambda config, task: work)
     stopped = options_of(tmp_path, "parallel", "islands", seeds=(0, 1, 2), islands=(2, 3), minutes=0.0)
     assert parity.main(stopped) == 0
     parity.parity(work, options_of(tmp_path, "parallel", seeds=(0,), islands=(3,)))
@@ -115,7 +115,7 @@ def test_a_length_that_is_given_counts_although_it_is_the_default(
         lengths.append(work.config.inner.steps)
         return {"rows": []}
 
-    monkeypatch.setattr(parity, "workload_of", lambda config, task: work)
+    monkeypatch.setattr(parity, "trainable", lambda config, task: work)
     monkeypatch.setattr(parity, "parity", fake)
     for words, path in (([], None), ([], without), ([], with_steps), (["--inner.steps", "0"], None)):
         monkeypatch.setattr("sys.argv", ["archipelago", "bench", "parity", *words])
