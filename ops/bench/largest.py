@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -92,29 +92,16 @@ def config_of(fragments: int, islands: int) -> RunConfig:
     )
 
 
-class Predicted(NamedTuple):
-    """The memory of the islands' process, and memory and bytes of the rest."""
-
-    islands_bytes: int
-    cycle: Cycle
-
-    @property
-    def together_bytes(self) -> int:
-        """The memory of all processes together."""
-        return self.islands_bytes + self.cycle.merger_bytes + self.cycle.redis_first_bytes
+def predict(parameters: int, fragments: int, islands: int) -> tuple[Cycle, int]:
+    """Predict a pass over that many parameters (`ops.simulation.cycle`), and the memory of all processes together."""
+    found = cycle(config_of(fragments, islands), parameters, fragments, islands, checkpoints=False)
+    own = ISLANDS_BASE + ISLANDS_FRAGMENT_BYTES * math.ceil(parameters / fragments)
+    return found, own + found.merger_bytes + found.redis_first_bytes
 
 
-def predict(parameters: int, fragments: int, islands: int) -> Predicted:
-    """Predict a pass over that many parameters (`ops.simulation.cycle`)."""
-    return Predicted(
-        ISLANDS_BASE + ISLANDS_FRAGMENT_BYTES * math.ceil(parameters / fragments),
-        cycle(config_of(fragments, islands), parameters, fragments, islands, checkpoints=False),
-    )
-
-
-def require_room(predicted: Predicted, available: int) -> None:
+def require_room(needed: int, available: int) -> None:
     """Raise ConfigError if the model does not fit."""
-    room, needed = int(MEMORY_SHARE * available), predicted.together_bytes
+    room = int(MEMORY_SHARE * available)
     if needed > room:
         raise ConfigError(
             f"the model would take about {needed / 2**30:.1f} GiB, but {MEMORY_SHARE:.0%} of this machine's available "
@@ -201,8 +188,8 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     if not 1 <= parameters < 1e15:
         raise ConfigError(f"--parameters cannot be {parameters}", "Give a number such as 2.5e8.", code="config.value")
     size = max(1, math.ceil(parameters / fragments))
-    found = predict(size * fragments, fragments, islands)
-    require_room(found, available_here())
+    predicted, together = predict(size * fragments, fragments, islands)
+    require_room(together, available_here())
     return_freed_memory()  # as `archipelago island` does
     forget_peak()
     tensors, first_N = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)], _normal(0, size, 0.02)
@@ -237,13 +224,13 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
         "  from the kill to the next closed round": restarted,
     }  # fmt: skip
     rows = [ratio_row(f"{what}, s", seconds, "", "", "") for what, seconds in times.items()]
-    rows += _byte_rows(fleet, peaks, found)
+    rows += _byte_rows(fleet, peaks, predicted, together)
     return {
         "parameters": size * fragments,
         "fragments": fragments,
         "islands": islands,
         "rows": rows,
-        "predicted": found._asdict() | {"cycle": asdict(found.cycle)},
+        "predicted": asdict(predicted) | {"together_bytes": together},
         "load": os.getloadavg()[0],
     }
 
@@ -251,10 +238,9 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def _byte_rows(fleet: Fleet, peaks: Sequence[int], predicted: Predicted) -> list[dict[str, Any]]:
+def _byte_rows(fleet: Fleet, peaks: Sequence[int], need: Cycle, together: int) -> list[dict[str, Any]]:
     """Return the rows of bytes. `peaks` are the most memory of a merger, of Redis and of the islands' process."""
-    need, islands = predicted.cycle, len(fleet.played.payloads)
-    merger, server, _ = peaks
+    islands, (merger, server, _) = len(fleet.played.payloads), peaks
     return [
         ratio_row(f"{what}, GB", 1e-9 * measured, "the prediction", 1e-9 * expected)
         for what, measured, expected in (
@@ -262,6 +248,6 @@ def _byte_rows(fleet: Fleet, peaks: Sequence[int], predicted: Predicted) -> list
             ("bytes down, all islands", fleet.bytes_down, islands * need.bytes_down),
             ("peak memory: merger", merger, need.merger_bytes),
             ("peak memory: Redis", server, need.redis_first_bytes),
-            ("peak memory: sum of all processes", sum(peaks), predicted.together_bytes),
+            ("peak memory: sum of all processes", sum(peaks), together),
         )
     ]

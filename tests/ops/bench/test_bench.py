@@ -120,12 +120,12 @@ def test_batches_and_codecs_of_an_island_have_defaults_and_settings_win() -> Non
 
 
 def test_a_billion_parameters_fit_a_machine_of_24_gib() -> None:
-    largest.require_room(largest.predict(10**9, 128, 2), 20 << 30)
+    largest.require_room(largest.predict(10**9, 128, 2)[1], 20 << 30)
     with failing(ConfigError, "bench.memory") as refused:
-        largest.require_room(largest.predict(10**9, 128, 2), 16 << 30)
+        largest.require_room(largest.predict(10**9, 128, 2)[1], 16 << 30)
     share = float(refused.value.remedy.split()[2])
     assert 0.5 < share < 1.0
-    largest.require_room(largest.predict(int(0.98 * share * 10**9), 128, 2), 16 << 30)
+    largest.require_room(largest.predict(int(0.98 * share * 10**9), 128, 2)[1], 16 << 30)
 
 
 # -- torchft beside bench sync ----------------------------------------------------------------------------------------
