@@ -47,7 +47,6 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
     trained = round(storm.steps_between(-math.inf, math.inf) * storm.tokens_per_step)
     settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.counters.pending.tokens)
     merged, refused, pending = (tokens // storm.layout.count for tokens in settled)
-    live = sum(seconds_in(states[i], SERVING, storm.begin, storm.end) for i in storm.islands) / step
     losses = [entry.loss for entry in storm.tape[-max(1, len(storm.tape) // 10) :] if math.isfinite(entry.loss)]
     members = [member for entry in storm.tape for member in entry.members]
     turned = [turn.at for island in storm.islands for turn in storm.turns.get(island, ())]
@@ -58,7 +57,6 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
         "islands": len(storm.islands),
         "step_seconds": step,
         "goodput": spent["useful"],
-        "goodput_of_live_time": useful / live if live else math.nan,
         "uptime": uptime(storm, states),
         "steps_useful": useful,
         "steps_lost": storm.steps_between(storm.begin, storm.end) - useful,
@@ -186,7 +184,6 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
     spent = found["shares"]
     rows = [
         ("goodput: merged inner steps over possible ones", f"{found['goodput']:.1%}"),
-        ("goodput of the time in which islands trained", f"{found['goodput_of_live_time']:.1%}"),
         ("lost to restarts: dead, and starting again", f"{spent['dead'] + spent['recovering']:.1%}"),
         ("the islands' time", ", ".join(f"{label} {spent[name]:.1%}" for name, label in SHARE_LABELS.items())),
         ("uptime: at least one island trains", f"{found['uptime']:.1%}"),

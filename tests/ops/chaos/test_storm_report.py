@@ -82,7 +82,6 @@ def test_goodput_is_merged_steps_over_possible_steps() -> None:
     assert merged_steps(one) == 100 + 30 + 40
     found = figures(one)
     assert found["goodput"] == pytest.approx(170 / 200)
-    assert found["goodput_of_live_time"] == pytest.approx(170 / (100 + 40 + 39.5))
     assert found["shares"]["lost"] == pytest.approx(10 / 200)
     assert found["shares"]["dead"] == pytest.approx(1 / 20)
     assert found["shares"]["recovering"] == pytest.approx(1.05 / 20)
