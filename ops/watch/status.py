@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -107,17 +107,11 @@ def main(options: StatusOptions) -> int:
 
 def _watch(found: FoundRun) -> None:
     """Show the run until a signal."""
-    console = Console(highlight=False)
-    stopped = stop_on_signals()
-    watcher = Watcher(found.transport, RECENT_ROUNDS, found.address)
-    with repeated(watcher.update, LOOK_SECONDS):
-        _draw(console, watcher, stopped)
-
-
-def _draw(console: Console, watcher: Watcher, stopped: Callable[[], bool]) -> None:
     from rich.live import Live
 
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    console, stopped = Console(highlight=False), stop_on_signals()
+    watcher = Watcher(found.transport, RECENT_ROUNDS, found.address)
+    with repeated(watcher.update, LOOK_SECONDS), Live(console=console, screen=True, auto_refresh=False) as live:
         while not stopped():
             screen = live_screen(watcher.latest, watcher.outage(), time.time(), console.height)
             live.update(screen, refresh=True)
