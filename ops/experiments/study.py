@@ -81,28 +81,19 @@ class StudyOptions:
     json: bool = False
     """Print one JSON object."""
 
-    @property
-    def studies(self) -> Path:
-        """The folder with the TOML files."""
-        return self.folder or SHIPPED
-
-    @property
-    def results(self) -> Path:
-        """The folder for new results."""
-        return self.folder or RESULTS
-
-    def known(self) -> Mapping[str, Record]:
-        """Return all results: those beside the shipped studies, and the user's own."""
-        return recorded(self.studies) | recorded(self.results)
-
 
 def main(options: StudyOptions) -> int:
-    study = load(options.studies, options.name)
+    studies, results = options.folder or SHIPPED, options.folder or RESULTS
+    study = load(studies, options.name)
+
+    def known() -> Mapping[str, Record]:
+        return recorded(studies) | recorded(results)
+
     if not options.show:
         os.environ.update((_SHARED if accelerators() else ONE_THREAD) | os.environ)  # before JAX looks at its devices
         keep_compiled()
-        run(study, options.results, options.known)
-    found = show(study, options.known(), quiet=options.json)
+        run(study, results, known)
+    found = show(study, known(), quiet=options.json)
     if options.json:
         print_json(finite(found))
     return 0

@@ -19,7 +19,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.commands import run as archipelago
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
-from archipelago.ops.experiments.study import RESULTS, SHIPPED, Study, StudyOptions
+from archipelago.ops.experiments.study import RESULTS, SHIPPED, Study
 from archipelago.ops.experiments.trial import Trial, key_of
 from archipelago.ops.launch.supervisor import ONE_THREAD
 from tests.failing import failing
@@ -193,8 +193,9 @@ def test_a_trial_that_another_process_runs_is_left_to_it(folder: Path, measured:
     assert measured == [*study.trials[1:], study.trials[0]]
 
 
-def test_results_of_shipped_studies_go_to_the_working_directory(folder: Path) -> None:
-    shipped, own = StudyOptions("muon"), StudyOptions("rates", folder=folder)
-    assert (shipped.studies, shipped.results) == (SHIPPED, RESULTS)
-    assert (own.studies, own.results) == (folder, folder)
-    assert shipped.known().keys() == studies.recorded(SHIPPED).keys()
+def test_results_of_shipped_studies_go_to_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Path, Any]] = []
+    monkeypatch.setattr(studies, "run", lambda study, results, known: seen.append((results, known().keys())))
+    for args in (["muon"], ["rates", f"--folder={folder}"]):
+        assert archipelago(["bench", "study", *args]) == 0
+    assert seen == [(RESULTS, studies.recorded(SHIPPED).keys()), (folder, set())]
