@@ -6,15 +6,12 @@ import logging
 import math
 import os
 import statistics
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
-
-import tyro
 
 from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
@@ -26,14 +23,7 @@ from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import (
-    AwaitedRun,
-    guarded,
-    keep_compiled,
-    print_json,
-    require_role,
-    stop_on_signals,
-)
+from archipelago.broker.process import AwaitedRun, keep_compiled, print_json, require_role, stop_on_signals
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder
@@ -204,8 +194,3 @@ def values(entry: TapeEntry, unit: LossUnit) -> Mapping[str, float]:
         "spectra_seconds": entry.spectra_seconds,
         "busy_seconds": entry.busy_seconds,
     }
-
-
-def entry() -> int:
-    """`python -m archipelago.merger`."""
-    return guarded(lambda: main(tyro.cli(MergerOptions, args=sys.argv[1:])), supervised=True)

@@ -127,7 +127,7 @@ class RunProcesses(FaultInjector):
         self.manifest = self._manifest()
         self.transport: ReaderTransport = whole(self.primary, self.manifest)
         options = ["--folder", str(plan.folder / "merger"), "--checkpoint-every", str(plan.checkpoint_seconds)]
-        argv = ["-m", "archipelago.merger", *options, "--run", self.run]
+        argv = ["-m", "archipelago", "merger", *options, "--run", self.run]
         self.mergers = [self._worker(name, argv) for name in merger_names(plan.shards)]
         self.targets |= {merger.name: merger for merger in self.mergers}
 

@@ -96,7 +96,7 @@ class LocalRun:
         self.standbys = IslandStandbys(options.standbys, argv, environment, folder / "logs", devices)
         where = ["--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
         where += ["--spectra", options.spectra]
-        self.merger = self._child("merger", ["-m", "archipelago.merger", "--resume", *where, *options.flags()])
+        self.merger = self._child("merger", ["-m", "archipelago", "merger", "--resume", *where, *options.flags()])
         self.merger.niceness = NICENESS if self.shares else 0
         self.islands = []
         for number in range(count):

@@ -159,7 +159,8 @@ class ScriptedRun:
     def merger(self, *options: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a merger, which is killed at that failpoint."""
         where = ["--run", self.run, "--folder", str(self.folder / "merger"), "--lease-seconds", "0.5"]
-        return self.processes.python("-m", "archipelago.merger", self.url, *where, *options, **{VARIABLE: failpoint})
+        argv = ("-m", "archipelago", "merger", self.url)
+        return self.processes.python(*argv, *where, *options, **{VARIABLE: failpoint})
 
     def island(self, number: int, island: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a process that publishes one contribution, and is killed at that failpoint."""
