@@ -24,8 +24,7 @@ from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import AwaitedRun, keep_compiled, print_json, require_role, stop_on_signals
-from archipelago.broker.shards.transport import of_shard, whole
-from archipelago.broker.transport import ReaderTransport
+from archipelago.broker.shards.transport import of_shard
 from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder
 
 LINGER_SECONDS = 0.5
@@ -164,18 +163,9 @@ def main(options: MergerOptions) -> int:
         warn_of_few_syncs(log, syncs)
     log.info("leaving after round %s", closed, extra={"round": closed})
     if options.json:
-        merged = _merged(whole(transport, manifest))
+        merged = sum(merger.state.merged for merger in mergers)
         print_json({"run": transport.run, "round": closed, "merged": merged, "finished": is_finished})
     return 0 if is_finished else options.stopped_status
-
-
-def _merged(transport: ReaderTransport) -> int | None:
-    """Return how many contributions were merged in all, or None if the broker cannot be reached."""
-    try:
-        return transport.reader.counters().merged
-    except BrokerError as error:
-        log.warning("cannot read how many contributions were merged: %s", error.what)
-        return None
 
 
 # -- what a merger tells of its rounds --------------------------------------------------------------------------------

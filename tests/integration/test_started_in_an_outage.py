@@ -119,7 +119,7 @@ def test_a_merger_waits_and_may_end_in_an_outage(
     assert stuttering.calls["manifest"] > 2
     assert transport.reader.runs() == ["demo"], "the merger has written the name again"
     assert "served" in {note.kind for note in transport.reader.notes(100)}
-    assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None, "finished": False}
+    assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": 0, "finished": False}
 
 
 def island(task: str, folder: Path, wait_seconds: float) -> IslandOptions:
