@@ -120,12 +120,6 @@ class OperatorControls:
             self._note_request("steered", f"{island} is {EXPELLED}: its contributions are refused")
         for island in sorted(before.expelled - now.expelled):
             self._note_request("steered", f"{island} is admitted again")
-        if faults := [what for name, what in now.faults.items() if before.faults.get(name) != what]:
-            log.warning(
-                "ignoring an invalid request: %s", "; ".join(faults)[:NOTE_MAX], extra={"code": "control.invalid"}
-            )
-            if self._is_home:
-                self.note("steered", f"ignored: {'; '.join(faults)}")
 
     def _note_request(self, kind: str, text: str) -> None:
         log.info("%s %s", kind, text)
