@@ -81,7 +81,7 @@ class Phoenix(UpRun):
             """Stop the mergers, so that none begins another checkpoint before the kill, and look again."""
             if not self.is_whole():
                 return False
-            mergers = children(launcher, "archipelago.merger")
+            mergers = children(launcher, "archipelago merger")
             for merger in mergers:
                 merger.suspend()
             if self.is_whole():
@@ -119,7 +119,7 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
     (killed,) = (each for each in children(launcher) if each.pid == training(run)["island-1"])
     killed.kill()
     until(lambda: training(run).get("island-1") == standby.pid, "the standby to train as the island")
-    for word in ("archipelago.merger", "server.conf"):
+    for word in ("archipelago merger", "server.conf"):
         before = run.rounds
         children(launcher, word)[0].kill()
         until(lambda before=before: run.rounds > before + 4, f"rounds after {word} died")
