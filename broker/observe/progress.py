@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from archipelago.broker.observe.logs import printable
 
@@ -20,26 +21,51 @@ EVERY_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def progress(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Say from time to time that the work of the block goes on.
+@dataclass
+class Activity:
+    """Something that takes a while.
 
-    Args:
-        what: The work in words, such as `loading the model`.
-        say: Receives each line; by default, the log or standard error does.
+    Attributes:
+        what: The activity in words, such as `loading the model`.
+        total: The number of parts that it has; 0 if that is not known.
+        done: The number of parts that are done.
     """
-    said, stopped, began = say or _say, threading.Event(), time.monotonic()
+
+    what: str
+    total: int = 0
+    done: int = 0
+
+    def line(self, seconds: float) -> str:
+        words = f"{self.what}: {seconds:.0f} s so far"
+        if not self.total:
+            return words
+        words = f"{words}, {self.done:,} of {self.total:,}"
+        if not 0 < self.done < self.total:
+            return words
+        left = seconds * (self.total - self.done) / self.done
+        return f"{words}, about {left:.0f} s left" if left < 120 else f"{words}, about {left / 60:.0f} min left"
+
+
+@contextmanager
+def progress(what: str, total: int = 0, say: Callable[[str], None] | None = None) -> Iterator[Activity]:
+    """Say from time to time that the work of the block goes on. The block may set `done` of the activity.
+
+    `say` receives each line; by default, the log or standard error does.
+    """
+    said = say or _say
+    activity, stopped = Activity(what, total), threading.Event()
+    began = time.monotonic()
 
     def watch() -> None:
         pause = SILENT_SECONDS
         while not stopped.wait(pause):
-            said(f"{what}: {time.monotonic() - began:.0f} s so far")
+            said(activity.line(time.monotonic() - began))
             pause = EVERY_SECONDS
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()
     try:
-        yield
+        yield activity
     finally:
         stopped.set()
         thread.join()

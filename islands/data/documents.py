@@ -116,13 +116,14 @@ def choose(files: Sequence[Path], hidden: int = 0, holds_out: bool = True) -> Ch
     ordered: list[Document] = []
     for limit in LIMITS if holds_out else LIMITS[:1]:
         texts = []
-        with progress(f"reading {len(wanted):,} files"):
+        with progress("reading the files", len(wanted)) as reading:
             for path in wanted:
                 found = documents_of(path, limit)
                 if isinstance(found, str):
                     skipped[found] += 1
                 else:
                     texts.append(found)
+                reading.done += 1
         wanted = [documents[0].path for documents in texts]
         # The order depends on the contents alone, so that names do not change the corpus.
         ordered = [document for documents in sorted(texts, key=_digest_of_file) for document in documents]

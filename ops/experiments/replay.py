@@ -70,7 +70,7 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     manifest = recorded[0].manifest.of_shard(None)
     rounds = [rounds_of(record) for record in recorded]
     count, closed, contributions, found = sum(map(len, rounds)), 0, 0, list[str]()
-    with progress(f"repeating {count:,} rounds"):
+    with progress("repeating the rounds", count) as repeating:
         for number, record in enumerate(recorded):
             rules, state, sizes = RoundMerge.of(record.manifest), RunState(), manifest.sizes
             vectors = {snapshot.fragment: unpack(data, sizes[snapshot.fragment]) for snapshot, data in record.beginning}
@@ -80,6 +80,7 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
                     p = tape.fragment
                     fragments[p] = replay_round(rules, state, fragments[p], tape, deliveries)
                     contributions += len(deliveries)
+                    repeating.done += 1
             except DifferenceError as error:
                 found.append(f"shard {number}: {error.what}" if len(recorded) > 1 else error.what)
             closed += record.manifest.own_rounds.until(state.closed)

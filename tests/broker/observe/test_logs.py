@@ -23,7 +23,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe import logs
 from archipelago.broker.observe import progress as progress_module
 from archipelago.broker.observe.logs import printable, printable_lines
-from archipelago.broker.observe.progress import progress
+from archipelago.broker.observe.progress import Activity, progress
 from archipelago.broker.process import guarded
 from archipelago.ops.settings import say
 from tests.conftest import Until
@@ -234,18 +234,27 @@ def test_a_message_in_a_log_is_one_line_and_controls_no_terminal(capsys: pytest.
 # -- long work ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_long_work_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+def test_only_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     said: list[str] = []
     with progress("loading", say=said.append):
         pass
     assert said == []
     monkeypatch.setattr(progress_module, "SILENT_SECONDS", 0.01)
     monkeypatch.setattr(progress_module, "EVERY_SECONDS", 0.01)
-    with progress("replaying", said.append):
-        until(lambda: len(said) > 1, "two lines")
+    with progress("replaying", 4, said.append) as activity:
+        until(lambda: any("0 of 4" in line for line in said), "a first line")
+        activity.done = 2
+        until(lambda: any("2 of 4" in line and "left" in line for line in said), "a line with the rest")
     assert said[-1].startswith("replaying: ended")
     said.clear()
     with pytest.raises(KeyError), progress("loading", say=said.append):
         until(lambda: said, "a line")
         raise KeyError
     assert len(said) >= 2, "work that fails says so"
+
+
+def test_the_time_left_is_estimated_from_what_is_done() -> None:
+    for done, left in ((25, "about 30 s left"), (1, "about 16 min left")):
+        assert left in Activity("x", 100, done).line(10.0)
+    for done in (0, 100):
+        assert "left" not in Activity("x", 100, done).line(10.0)
