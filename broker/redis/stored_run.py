@@ -162,13 +162,11 @@ Where = dict[str, str | bytes]
 
 @dataclass(frozen=True)
 class RedisPlaced:
-    """A compaction whose chunks are in Redis, with the fields that will point to them."""
+    """A compaction whose chunks are in Redis, with the hashes that will point to them: `outer` is empty without one."""
 
     snapshot: Snapshot
-    fields: dict[str, str]
-    payload_at: Where
-    outer_fields: dict[str, str]
-    outer_at: Where
+    fragment: Where
+    outer: Where
 
 
 class Compactions:
@@ -208,21 +206,17 @@ class Compactions:
         with self._connection.translated():
             payload_at = self._chunks.place(f"f{name}", payload, seconds)
             outer_at = self._chunks.place(f"o{name}", outer, seconds) if outer else {}
-        fields = signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
+        signed = signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
         of_outer = {"version": str(snapshot.version), "bytes": str(len(outer))}
-        signed_outer = signing.signed("outer", of_outer, about=about, payload=outer)
-        return RedisPlaced(snapshot, fields, payload_at, signed_outer, outer_at)
+        signed_outer = signing.signed("outer", of_outer, about=about, payload=outer) if outer else {}
+        return RedisPlaced(snapshot, {**signed, **payload_at}, {**signed_outer, **outer_at})
 
     def first(self, epoch: int, placed: RedisPlaced) -> list[Command]:
         """Return the commands that point to a placed compaction, and write its header, in a run that is created."""
         p = placed.snapshot.fragment
-        hashes = [(self._keys.fragment(p), {**placed.fields, **placed.payload_at})]
-        if placed.outer_at:
-            hashes.append((self._keys.outer(p), {**placed.outer_fields, **placed.outer_at}))
-        kept = [
-            ("PERSIST", chunk) for where in (placed.payload_at, placed.outer_at) for chunk in self._chunks.placed(where)
-        ]
-        return [*(hash_of(*each) for each in hashes), *kept, *self.head(epoch, placed.snapshot)]
+        hashes = [(self._keys.fragment(p), placed.fragment), (self._keys.outer(p), placed.outer)]
+        kept = [("PERSIST", chunk) for _, where in hashes for chunk in self._chunks.placed(where)]
+        return [*(hash_of(*each) for each in hashes if each[1]), *kept, *self.head(epoch, placed.snapshot)]
 
     def point(self, write: Write, placed: RedisPlaced) -> None:
         """Point to a placed compaction, and let the differences that it covers expire.
@@ -230,13 +224,12 @@ class Compactions:
         The payload before it stays for a while, for its readers. No other process reads the outer state.
         """
         p, version = placed.snapshot.fragment, placed.snapshot.version
-        words = chain.from_iterable({**placed.fields, **placed.payload_at}.items())
-        write.commands.append(("replace", self._keys.fragment(p), *self.owned, PREVIOUS_SECONDS, *words))
-        self._keep(write, placed.payload_at)
-        if placed.outer_at:
+        words = chain.from_iterable(placed.fragment.items())
+        replace = ("replace", self._keys.fragment(p), *self.owned, PREVIOUS_SECONDS, *words)
+        self._write(write, placed.fragment, replace)
+        if placed.outer:
             key = self._keys.outer(p)
-            write.commands += [("forget", key, *self.owned), hash_of(key, {**placed.outer_fields, **placed.outer_at})]
-            self._keep(write, placed.outer_at)
+            self._write(write, placed.outer, ("forget", key, *self.owned), hash_of(key, placed.outer))
         for covered in range(max(1, version - DIFFERENCES_KEPT + 1), version + 1):
             write.commands.append(("expire", self._keys.difference(p, covered), *self.owned, DIFFERENCE_SECONDS))
 
@@ -249,8 +242,7 @@ class Compactions:
         signing = self._connection.signing
         signed = signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)
         # Whatever lies there goes, as after a return to a checkpoint.
-        write.commands += [("forget", key, *self.owned), hash_of(key, {**signed, **where})]
-        self._keep(write, where)
+        self._write(write, where, ("forget", key, *self.owned), hash_of(key, {**signed, **where}))
         if version > DIFFERENCES_KEPT:
             write.commands.append(("forget", keys.difference(p, version - DIFFERENCES_KEPT), *self.owned))
 
@@ -261,11 +253,11 @@ class Compactions:
         signed = signing.signed("head", fields, about=about, stamp=self._connection.stamps.next(epoch))
         return [("DEL", key), hash_of(key, signed)]
 
-    def _keep(self, write: Write, where: Where) -> None:
-        """Keep a placed payload for as long as the hash that points to it. Its chunks must be there."""
+    def _write(self, write: Write, where: Where, *commands: Command) -> None:
+        """Write a hash by these commands, and keep the placed payload to which it points. Its chunks must be there."""
         chunks = self._chunks.placed(where) if CHUNKS in where else []
         write.needed += chunks
-        write.commands += [("PERSIST", chunk) for chunk in chunks]
+        write.commands += [*commands, *(("PERSIST", chunk) for chunk in chunks)]
 
     @cached_property
     def owned(self) -> tuple[str, int]:
