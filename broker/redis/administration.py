@@ -15,6 +15,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import text_fields
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.failures import version_of
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.stored_run import count_in, state_fields, state_in
@@ -157,9 +158,8 @@ class MemberRecords:
         return Members.of(text_fields(found))
 
     def version(self) -> tuple[int, ...]:
-        """Return the version of the server, as Redis counts it."""
-        text = str(self._connection.info("server").get("redis_version", "0"))
-        return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+        """Return the version of the server, as Redis counts it, in two numbers."""
+        return version_of(self._connection.info("server"))
 
     # -- records ------------------------------------------------------------------------------------------------------
 
