@@ -17,7 +17,7 @@ from archipelago.broker.ranges import parse_position
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import (
     Failures,
-    eviction_warning,
+    eviction,
     is_wrong_kind,
     mode_of,
     require_kind,
@@ -121,8 +121,8 @@ class RedisConnection:
 
     def warn_of_eviction(self) -> None:
         """Log a warning if this server deletes keys when it reaches its memory limit."""
-        if warning := eviction_warning(self.where, self.info("memory")):
-            log.warning("%s", warning, extra={"code": "broker.evicts"})
+        if error := eviction(self.where, self.info("memory")):
+            log.warning("%s", error, extra={"code": error.code})
 
     def info(self, section: str) -> dict[str, Any]:
         """Return one section of INFO; empty for fakeredis, which does not know INFO."""

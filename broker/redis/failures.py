@@ -226,21 +226,16 @@ def require_lasting(where: str, replication: Info, memory: Info) -> None:
             f"Use the address of its primary: redis://{primary}.",
             code="broker.refused-replica",
         )
-    if (policy := evicting(memory)) and int(memory.get("maxmemory", 0)):
-        raise BrokerError(
-            f"the maxmemory-policy of {where} is {policy}. {_DELETES}",
-            f"{MEND_POLICY} (where the Redis is managed: in its parameters).",
-            code="broker.evicts",
-        )
+    if (error := eviction(where, memory)) and int(memory.get("maxmemory", 0)):
+        raise error
 
 
-def eviction_warning(where: str, memory: Info) -> str:
-    """Return a warning about a server whose policy deletes keys at its memory limit; empty for any other server."""
-    policy = evicting(memory)
-    return f"the maxmemory-policy of {where} is {policy}. {_DELETES} {MEND_POLICY}." if policy else ""
-
-
-def evicting(memory: Info) -> str:
-    """Return the policy of a server that would delete keys; empty if it deletes none or does not tell."""
-    policy = str(memory.get("maxmemory_policy", KEEPS_ALL))
-    return "" if policy == KEEPS_ALL else policy
+def eviction(where: str, memory: Info) -> BrokerError | None:
+    """Return the error of a server whose policy deletes keys at its memory limit, which may be none yet; else None."""
+    if (policy := str(memory.get("maxmemory_policy", KEEPS_ALL))) == KEEPS_ALL:
+        return None
+    return BrokerError(
+        f"the maxmemory-policy of {where} is {policy}. {_DELETES}",
+        f"{MEND_POLICY} (where the Redis is managed: in its parameters).",
+        code="broker.evicts",
+    )

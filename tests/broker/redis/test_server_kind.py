@@ -11,7 +11,7 @@ import pytest
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.redis.client import client_at
-from archipelago.broker.redis.failures import eviction_warning, mode_of, require_kind, require_lasting
+from archipelago.broker.redis.failures import eviction, mode_of, require_kind, require_lasting
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
@@ -101,7 +101,7 @@ def test_redis_and_valkey_name_the_mode_differently() -> None:
 def test_a_policy_matters_only_with_a_limit() -> None:
     memory = {"maxmemory": 0, "maxmemory_policy": "volatile-lru"}
     require_lasting("here", {"role": "master"}, memory)
-    assert eviction_warning("here", memory)
-    assert not eviction_warning("here", {"maxmemory": 5, "maxmemory_policy": "noeviction"})
+    assert eviction("here", memory)
+    assert not eviction("here", {"maxmemory": 5, "maxmemory_policy": "noeviction"})
     with failing(BrokerError, "broker.evicts"):
         require_lasting("here", {"role": "master"}, memory | {"maxmemory": 5})
