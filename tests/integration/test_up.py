@@ -56,10 +56,10 @@ class Phoenix(UpRun):
         self.processes, self.until = processes, until
         self.checkpoints = MergerFolder(folder / "merger")
 
-    def up(self, *options: str) -> subprocess.Popen[str]:
+    def up(self, *options: str, **environment: str) -> subprocess.Popen[str]:
         return self.processes.start(
             "up", f"--run={self.run}", "--shards=2", "--islands=2", "--checkpoint-every=4", "--evaluate-every=2",
-            "--no-one-process", *SETTINGS, *options,
+            "--no-one-process", *SETTINGS, *options, **environment,
         )  # fmt: skip
 
     def kill(self, launcher: subprocess.Popen[str]) -> None:
@@ -146,7 +146,7 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
     shutil.rmtree(run.folder / "merger")
     shutil.rmtree(run.folder / "islands")
 
-    processes.ended(run.up())
+    processes.ended(run.up(**UNPACED))
     found = run.report
     assert found["finished"]
     assert found["pending"] == 0
