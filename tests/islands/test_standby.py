@@ -146,6 +146,7 @@ def run(
     return worker.worker
 
 
+@pytest.mark.full
 def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(
     prepared: PreparedIsland, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
