@@ -339,20 +339,13 @@ class Counters:
     bytes_down: Count = 0
 
     @property
-    def pending(self) -> Pending:
-        """The contributions that were neither merged nor refused."""
-        return Pending(
-            max(0, self.published - self.merged - self.refused),
-            max(0, self.published_tokens - self.merged_tokens - self.refused_tokens),
-        )
+    def pending(self) -> int:
+        """How many contributions were neither merged nor refused."""
+        return max(0, self.published - self.merged - self.refused)
 
-
-@dataclass(frozen=True)
-class Pending:
-    """A number of contributions, and the tokens of those that can be read."""
-
-    contributions: int
-    tokens: int
+    @property
+    def pending_tokens(self) -> int:
+        return max(0, self.published_tokens - self.merged_tokens - self.refused_tokens)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from archipelago.broker.messages import (
     to_fields,
 )
 from archipelago.broker.presence import Heartbeat
-from archipelago.broker.transport import MergerTransport
+from archipelago.broker.transport import MergerTransport, ReaderTransport
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.state import FragmentState
@@ -112,6 +112,12 @@ def commit(
     full = Compaction(snapshot, payload, own) if payload else None
     base = Commit(snapshot, full, '{"closed": 1}', tape, entries, counts=counts)
     return replace(base, **changes)
+
+
+def pending(transport: ReaderTransport) -> tuple[int, int]:
+    """Return the number and the tokens of the contributions that wait."""
+    found = transport.reader.counters()
+    return found.pending, found.pending_tokens
 
 
 def refuse(transport: MergerTransport, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:

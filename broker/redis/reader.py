@@ -236,12 +236,12 @@ class RedisReader:
         counts, faults = counts_in(text_fields(raw))
         for name in faults:
             self.connection.warn_once(f"the count {name!r} in the counters", WireError("it is not a number"))
-        stored, found = Counters(**counts), self.updates.pending()
+        stored, (pending, tokens) = Counters(**counts), self.updates.pending()
         return dataclasses.replace(
             stored,
             bytes_down=min(COUNT_MAX, stored.bytes_down + self._downloaded()),
-            published=min(COUNT_MAX, stored.merged + stored.refused + found.contributions),
-            published_tokens=min(COUNT_MAX, stored.merged_tokens + stored.refused_tokens + found.tokens),
+            published=min(COUNT_MAX, stored.merged + stored.refused + pending),
+            published_tokens=min(COUNT_MAX, stored.merged_tokens + stored.refused_tokens + tokens),
         )
 
     def _downloaded(self) -> int:

@@ -26,7 +26,7 @@ from archipelago.broker.commits import (
     parse_entry,
 )
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import Contribution, Pending, from_raw
+from archipelago.broker.messages import Contribution, from_raw
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection, block_ms
@@ -71,12 +71,12 @@ class UpdatesStreams:
     def backlog(self) -> int:
         return sum(self.lengths().values())
 
-    def pending(self) -> Pending:
+    def pending(self) -> tuple[int, int]:
         """Return the number of the contributions that wait, and the tokens of those that can be read."""
         lengths = self.lengths()
         found = list(self.waiting(lengths))
         flooded = sum(count for count in lengths.values() if count > FLOOD_ENTRIES)
-        return Pending(len(found) + flooded, sum(each.tokens for each in found if each is not None))
+        return len(found) + flooded, sum(each.tokens for each in found if each is not None)
 
     def first_arrival(self) -> int | None:
         """Return when the oldest entry of all streams arrived, in milliseconds of the server's clock."""

@@ -45,7 +45,7 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
     """Return all figures of a storm, beside those of the same run without faults and of the baseline."""
     states, step = timelines(storm), storm.step_seconds
     trained = round(storm.steps_between(-math.inf, math.inf) * storm.tokens_per_step)
-    settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.counters.pending.tokens)
+    settled = (storm.counters.merged_tokens, storm.counters.refused_tokens, storm.counters.pending_tokens)
     merged, refused, pending = (tokens // storm.layout.count for tokens in settled)
     losses = [entry.loss for entry in storm.tape[-max(1, len(storm.tape) // 10) :] if math.isfinite(entry.loss)]
     members = [member for entry in storm.tape for member in entry.members]

@@ -211,7 +211,7 @@ class Check:
 
 def checks(storm: StormRecord) -> list[Check]:
     counters, tapes = storm.counters, storm.tapes
-    waiting = counters.pending.contributions
+    waiting = counters.pending
     merged = Counter(
         (shard, m.island, m.incarnation, m.sequence)
         for shard, tape in enumerate(tapes)

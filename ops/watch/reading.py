@@ -131,7 +131,7 @@ def summarise(
         task=manifest.task,
         passes=math.nan if manifest.config.has_user_loops else read / manifest.config.data.shards,
         counters=counters,
-        pending=counters.pending.contributions,
+        pending=counters.pending,
         memory_bytes=memory.used if memory else 0,
         memory_limit_bytes=memory.limit if memory else 0,
         shards=layout.fragments if manifest.shards > 1 else (),
@@ -186,7 +186,7 @@ def _token_accounts(
         of_island[beat.island] = max(beat.tokens, of_island.get(beat.island, 0))
         unsent += beat.tokens_unsent if presence.is_live else 0
     merged, refused, waiting = (
-        tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, counters.pending.tokens)
+        tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, counters.pending_tokens)
     )
     rest = max(0, sum(of_island.values()) - merged - refused - waiting)
     unsent = min(unsent, rest)
