@@ -67,18 +67,18 @@ class FaultyFile(EventFile):
 def test_an_event_file_is_read_back_and_a_closed_one_is_not_continued(tmp_path: Path) -> None:
     sink = EventFile(tmp_path / "tensorboard")
     sink.write(point(3, loss=2.5, staleness=math.nan, gain=math.inf, norm=-1e39))
-    sink.write(point(9, loss=1.25))
+    sink.write(point(200, loss=1.25))
     sink.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     first, *rest = events(file)
     assert first.file_version == "brain.Event:2"
-    assert [event.wall_time for event in rest] == [1.7e9 + 3, 1.7e9 + 9]
+    assert [event.wall_time for event in rest] == [1.7e9 + 3, 1.7e9 + 200]
     long = "x" * 300
     sink.write(point(2**40, loss=-1.0, **{long: 0.5}))
     sink.close()
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     # Values that float32 cannot hold are left out.
-    expected = [(3, {"loss": 2.5}), (9, {"loss": 1.25}), (2**40, {"loss": -1.0, long: 0.5})]
+    expected = [(3, {"loss": 2.5}), (200, {"loss": 1.25}), (2**40, {"loss": -1.0, long: 0.5})]
     assert curves(tmp_path / "tensorboard") == expected
 
 
