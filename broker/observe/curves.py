@@ -27,6 +27,8 @@ import numpy as np
 WAITING_MAX = 4096
 SAMPLE_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
+#: TensorBoard keeps values in float32. Larger ones are left out, as those that are not finite.
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +139,7 @@ class EventFile:
         return self._file
 
     def write(self, point: Point) -> None:
-        """Write one event with all values that are finite in float32."""
+        """Write one event with all values that float32 can hold."""
         file = self._file or self._begin()
         file.write(_record(_event(point)))
 
@@ -156,9 +158,6 @@ class EventFile:
             with contextlib.suppress(OSError):
                 if not self._path.stat().st_size:
                     self._path.unlink()
-
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def _event(point: Point) -> bytes:
@@ -201,6 +200,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def _of_byte(crc: int) -> int:
+    """Return the CRC-32C of one byte, without the inversions at both ends."""
     for _ in range(8):
         crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     return crc
