@@ -19,6 +19,7 @@ from annotated_types import Ge
 from pydantic import StringConstraints, TypeAdapter
 
 from archipelago.broker import config as configs
+from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError, fault_in
 from archipelago.broker.frozen import FrozenTensor
@@ -35,6 +36,8 @@ MISSING = "not installed"
 MODEL_CONFIG_MAX = 1 << 16
 #: The code of the error that another version of archipelago has made a run.
 OTHER_FORMAT = "config.format"
+#: Smaller payloads always use the run's codec, because most of their time is the round trip.
+SMALL_BYTES = 64 << 10
 _NATS_PER_BIT = math.log(2.0)
 
 
@@ -186,6 +189,12 @@ class Manifest:
     def sizes(self) -> tuple[int, ...]:
         """The number of elements of each fragment."""
         return tuple(sum(tensor.size for tensor, _ in rows) for rows in self.layout)
+
+    def codecs(self, p: int) -> tuple[str, ...]:
+        """Return the codecs that islands may send a fragment by: the run's, and for a large one that of thin links."""
+        up, thin = self.config.wire.up, self.config.thin
+        is_large = codec(up).encoded_size(self.sizes[p]) >= SMALL_BYTES
+        return (up, thin) if thin and is_large else (up,)
 
     @property
     def parameters(self) -> int:

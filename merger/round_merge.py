@@ -112,20 +112,20 @@ class RoundMerge:
 
         Equal fragments share their programs, and a large model has many of them.
         """
-        manifest, wire = self.manifest, self.manifest.config.wire
-        cold = {(manifest.sizes[p], self.groups[p]) for p in manifest.own_fragments} - self._warm
-        self._warm.update(cold)
-        for size, of_fragment in cold:
+        manifest = self.manifest
+        cold = {(manifest.sizes[p], self.groups[p]): manifest.codecs(p) for p in manifest.own_fragments}
+        for size, of_fragment in cold.keys() - self._warm:
+            self._warm.add((size, of_fragment))
             zeros_N = np.zeros(size, np.float32)
             fragment = new_state(zeros_N, self.outer)
             acc = merge_rules.begin(of_fragment)
-            for name in {wire.up, wire.thin} - {""}:
+            for name in cold[size, of_fragment]:
                 body = encoded(zeros_N, name)
                 norms, _ = merge_rules.norms(body, of_fragment)
                 acc = merge_rules.accumulate(acc, body, of_fragment, norms, weight=0.0)
             merged_N = merge_rules.finish(acc, of_fragment, spectra=self.spectra)
             params_N, _ = self.outer.step(fragment.params_N, fragment.outer, merged_N, Round())
-            publish(wire, fragment.published_N, params_N)
+            publish(manifest.config.wire, fragment.published_N, params_N)
 
     def opened(self, delivery: Delivery) -> Addend:
         """Return what a delivery holds.

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from archipelago.broker.manifest import SMALL_BYTES
+
 SMOOTHING = 0.9
 
 
@@ -116,8 +118,6 @@ class Totals:
 LINK_SMOOTHING = 0.7
 #: The full codec is used again once its payloads take less than this share of the available time.
 RECOVERY_SHARE = 0.5
-#: Smaller payloads always use the full codec, because most of their time is the round trip.
-SMALL_BYTES = 64 << 10
 #: On a busy processor, any message may take a few round trips, or this long. So the time of a small payload that is
 #: shorter says nothing, except that the link is no slower.
 NOISE_ROUND_TRIPS, NOISE_SECONDS = 4.0, 0.05

@@ -38,7 +38,6 @@ from archipelago.islands.sync.arrays import (
     to_sharding,
     unflatten,
 )
-from archipelago.islands.sync.measures import SMALL_BYTES
 from archipelago.islands.sync.sharded_encoding import split_measure
 
 #: From a fragment's reference and its tensors to the codec's parts and the next reference.
@@ -74,7 +73,7 @@ class Replica:
         #: One vector [N] for each fragment, or tensors by name if they are split over devices.
         self.references: list[Any] = []
         self.codec = manifest.config.wire.up
-        self.thin = manifest.config.thin
+        self._codecs = [manifest.codecs(p) for p in range(len(self.sizes))]
         self._config, self._donates = manifest.config.adopt, donates
         self._templates = plain_templates(manifest.tensors) if templates is None else templates
         #: Where the loop uses each tensor; None for the default device.
@@ -115,14 +114,9 @@ class Replica:
         """Compile both directions of every fragment without changing anything."""
         for p, reference in enumerate(self.references):
             part = self._part(p, tensors)
-            for codec in self._codecs(self.sizes[p]):
+            for codec in self._codecs[p]:
                 jax.block_until_ready(self._measure(p, codec)(reference, part))  # type: ignore[no-untyped-call]
             jax.block_until_ready(self._adopted(p, reference, device_copy(part) if self._donates else part))  # type: ignore[no-untyped-call]
-
-    def _codecs(self, elements: int) -> list[str]:
-        """Return the codecs that may be used for a fragment of this size."""
-        may_be_thin = self.thin and codec_of(self.codec).encoded_size(elements) >= SMALL_BYTES
-        return [self.codec, self.thin] if may_be_thin else [self.codec]
 
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts, quantised where its tensors are.

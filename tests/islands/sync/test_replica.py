@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from archipelago.broker import manifest as manifest_module
 from archipelago.broker.codecs import CODECS, Vector, body_of, codec, empty_vector
 from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
@@ -159,7 +160,7 @@ def test_warming_up_changes_nothing_and_compiles_the_thin_codec_only_for_large_f
     of = manifest("carry")
     of = replace(of, config=replace(of.config, wire=WireConfig(up="int8", thin="top3")))
     for small, codecs in ((0, ["int8", "top3"]), (1 << 10, ["int8"])):
-        monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
+        monkeypatch.setattr(manifest_module, "SMALL_BYTES", small)
         warmed: set[tuple[int, str]] = set()
         replica, params = begun(of, counting())
         params = {name: value + 1.0 for name, value in params.items()}

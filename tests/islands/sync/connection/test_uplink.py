@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from archipelago.islands.sync.measures import SMALL_BYTES, Uplink
+from archipelago.broker.manifest import SMALL_BYTES
+from archipelago.islands.sync.measures import Uplink
 
 
 def carry(uplink: Uplink, seconds: float, size: int = 1_000_000, times: int = 1) -> None:
