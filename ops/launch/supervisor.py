@@ -44,22 +44,20 @@ REPLACED_SECONDS = 1.0
 
 #: The environment of a process that computes on one core only, in XLA and in numpy.
 ONE_THREAD = {
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "NPROC": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "NPROC": "1",
     "JAX_PLATFORMS": "cpu",
 }
 
 
 def thread_environment(workers: int) -> dict[str, str]:
-    """Return the environment that gives each of `workers` workers its share of this machine's cores."""
-    threads = max(1, usable_cores() // max(1, workers))
-    flags = f"--xla_cpu_multi_thread_eigen={'true' if threads > 1 else 'false'} intra_op_parallelism_threads={threads}"
-    return {
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-        "OMP_NUM_THREADS": str(threads),
-    }
+    """Return the environment that gives each of `workers` workers its share of this machine's cores.
+
+    XLA obeys NPROC, which unlike XLA_FLAGS is no part of the key by which JAX finds a program that was compiled before.
+    """
+    threads = str(max(1, usable_cores() // max(1, workers)))
+    return {"NPROC": threads, "OMP_NUM_THREADS": threads}
 
 
 def island_name(number: int) -> str:
