@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import pytorch
 from tests.conftest import Until
-from tests.harness.processes import Processes
+from tests.harness.processes import SAYS, Processes
 from tests.islands.user_loop.any_framework import Values, merged_by, served
 
 for package in ("torch", "transformers", "lightning", "accelerate"):
@@ -33,17 +36,86 @@ TRAINERS = ("transformers", "lightning", "accelerate")
 ENDLESS = 1_000_000
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+
+
+class Forks:
+    """A process that has loaded all trainers, and forks scripts (`trainer_scripts.forked`)."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **SAYS, **ENVIRONMENT},
+        )  # fmt: skip
+
+    def ask(self, *words: object) -> int:
+        """Return its answer to a line of these words."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+class Forked:
+    """A script that was forked."""
+
+    def __init__(self, forks: Forks, log: Path, *arguments: str) -> None:
+        self.forks, self.log = forks, log
+        self.status: int | None = None
+        self.pid = forks.ask("start", log, *arguments)
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def said(self) -> tuple[str, str]:
+        """Return what it has written to stdout and to stderr."""
+        return self.log.with_suffix(".out").read_text(), self.log.with_suffix(".err").read_text()
+
+    def wait(self) -> int:
+        """Wait until it has ended, and return its exit status."""
+        if self.status is None:
+            self.status = self.forks.ask("wait", self.pid)
+        return self.status
+
+    def ended(self) -> str:
+        """Wait until it has ended well, and return what it has printed."""
+        assert self.wait() == 0 and "Traceback" not in self.said()[1], self.said()
+        return self.said()[0]
+
+
 class Run:
     """A run on the server, and the scripts that train it."""
 
     def __init__(self, url: str, folder: Path, steps: int = ENDLESS) -> None:
         self.url, self.name, self.steps = url, f"kinds-{uuid.uuid4().hex[:8]}", steps
-        self.processes = Processes(folder, OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[3]))
+        self.processes, self.forked = Processes(folder, **ENVIRONMENT), list[Forked]()
         archipelago.pytorch.create(url, self.name, Network(), steps=steps, sync=SYNC)
         self.reader = connect(url, self.name).reader
 
     def start(self, kind: str, *launcher: str) -> Any:
-        return self.processes.python(*launcher, SCRIPT, kind, self.url, self.name, kind, str(self.steps))
+        """Start a script as a user does."""
+        return self.processes.python(*launcher, SCRIPT, *self._arguments(kind))
+
+    def fork(self, forks: Forks, kind: str) -> Forked:
+        """Start a script from a process that has loaded the trainers."""
+        log = self.processes.folder / f"forked-{len(self.forked)}"
+        self.forked.append(Forked(forks, log, *self._arguments(kind)))
+        return self.forked[-1]
+
+    def _arguments(self, kind: str) -> list[str]:
+        return [kind, self.url, self.name, kind, str(self.steps)]
+
+    def end(self) -> None:
+        """End all scripts. pytest shows what they said beside a test that failed."""
+        self.processes.end()
+        self.processes.show()
+        for script in self.forked:
+            if script.status is None:
+                script.send(signal.SIGKILL)
+            sys.stdout.write(f"--- {script.log.name} (exit {script.wait()})\n{script.said()[1][-4000:]}\n")
 
     def live(self) -> dict[str, str]:
         """Return the islands that train now: the incarnation of each name."""
@@ -62,8 +134,14 @@ def run(server: RedisServer, tmp_path: Path) -> Iterator[Run]:
     try:
         yield made
     finally:
-        made.processes.end()
-        made.processes.show()
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.end()
 
 
 def same(printed: str, merged: Values, key: str = "weights") -> bool:
@@ -76,19 +154,19 @@ def same(printed: str, merged: Values, key: str = "weights") -> bool:
     return bool(found) and all(each == pytest.approx(sums) for each in found)
 
 
-def test_one_run_of_all_kinds_survives_a_kill_of_each(run: Run, until: Until) -> None:
+def test_one_run_of_all_kinds_survives_a_kill_of_each(run: Run, forks: Forks, until: Until) -> None:
     kinds = {*TRAINERS, "plain"}
     with served(run.url, run.name) as merger:
-        alive = {kind: run.start(kind) for kind in kinds}
+        alive = {kind: run.fork(forks, kind) for kind in kinds}
         until(lambda: set(run.live()) == kinds, "all islands to train")
         for kind in kinds:
-            alive[kind].kill()
+            alive[kind].send(signal.SIGKILL)
             before, merged = run.live()[kind], run.reader.counters().merged
-            alive[kind] = run.start(kind)
+            alive[kind] = run.fork(forks, kind)
             until(lambda merged=merged: run.reader.counters().merged > merged + 4, f"the run to go on without {kind}")
             until(lambda kind=kind, before=before: run.live().get(kind, before) != before, f"{kind} to train again")
         run.shorten()
-        printed = {kind: run.processes.ended(process) for kind, process in alive.items()}
+        printed = {kind: script.ended() for kind, script in alive.items()}
         values = merged_by(merger)
     assert all(same(each, values) for each in printed.values()), "all end with the run's parameters"
     counters = run.reader.counters()
@@ -96,18 +174,18 @@ def test_one_run_of_all_kinds_survives_a_kill_of_each(run: Run, until: Until) ->
     assert counters.published_tokens == counters.merged_tokens + counters.refused_tokens
 
 
-def test_signals_and_exceptions_leave_as_in_a_script(run: Run, until: Until) -> None:
+def test_signals_and_exceptions_leave_as_in_a_script(run: Run, forks: Forks, until: Until) -> None:
     with served(run.url, run.name):
         for sent in (signal.SIGTERM, signal.SIGINT):
-            started = {kind: run.start(kind) for kind in TRAINERS}
+            started = {kind: run.fork(forks, kind) for kind in TRAINERS}
             until(lambda: set(run.live()) == set(TRAINERS), "all islands to train")
             merged = run.reader.counters().merged
             until(lambda merged=merged: run.reader.counters().merged > merged + 4, "their contributions")
-            for process in started.values():
-                process.send_signal(sent)
+            for script in started.values():
+                script.send(sent)
             until(lambda: not run.live(), f"all islands to leave after {sent.name}")
-            for process in started.values():
-                process.wait()
+            for script in started.values():
+                script.wait()
             beats = [each.heartbeat for each in run.reader.presences()]
             assert {beat.state for beat in beats} == {"left"}
             # Ctrl-C may hit a `sync`, and then the parameters are adopted in part.

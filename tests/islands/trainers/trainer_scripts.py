@@ -1,6 +1,7 @@
 """A script of each kind that trains one small model.
 
 The arguments are its kind, the URL, the run, the island and the steps. `torchrun` makes several processes one island.
+Without arguments it loads all trainers, and then forks a script for each line of stdin (`forked`).
 
 All kinds train the same tensors on the same data, so that they can share a run. A script ends by printing what its
 trainer knows, as JSON. Several processes then train the run `NAME-split` too, with a model that FSDP2 splits.
@@ -15,6 +16,7 @@ import os
 import sys
 import tempfile
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -199,8 +201,30 @@ def weights(model: Any, run: str) -> dict[str, float]:
 
 KINDS = {each.__name__: each for each in (transformers, lightning, accelerate, plain, broken)}
 
+
+def forked() -> list[str]:
+    """Load all trainers, fork a script for each line `start LOG ARGUMENTS`, and return its arguments there.
+
+    The answer to that line is the script's process id; that to a line `wait PROCESS` is its exit status, when it has
+    ended. Loading takes longer than all else that a short script does. A script goes on from here as if it had loaded
+    everything itself: it gets the signals, and ends as the interpreter does.
+    """
+    for package in ("transformers", "lightning", "accelerate"):
+        import_module(f"archipelago.{package}")
+    for verb, *words in map(str.split, sys.stdin):
+        if verb == "wait":
+            answer = os.waitstatus_to_exitcode(os.waitpid(int(words[0]), 0)[1])
+        elif not (answer := os.fork()):
+            log, *arguments = words
+            for descriptor, path in enumerate((os.devnull, f"{log}.out", f"{log}.err")):
+                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+            return arguments
+        print(answer, flush=True)  # noqa: T201
+    sys.exit()
+
+
 if __name__ == "__main__":
-    kind, url, run, island, steps = sys.argv[1:]
+    kind, url, run, island, steps = sys.argv[1:] or forked()
     torch.set_num_threads(1)
     found = KINDS[kind](url, run, island, int(steps))
     if PROCESSES > 1:
