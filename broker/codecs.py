@@ -302,27 +302,28 @@ def _quantise_top(values_N: Array, xp: Any) -> Parts:
 def _largest(blocks: Array, count: int, xp: Any) -> Array:
     """Return the indices of the `count` largest magnitudes of each row, ascending. Earlier indices win ties.
 
-    The row length must be a power of two. The function finds the smallest kept magnitude bit by bit, and then each
-    index by binary search, which is faster than sorting in numpy and in XLA on a CPU.
+    The smallest kept magnitude is found bit by bit, which is faster than sorting in numpy and in XLA on a CPU.
     """
     magnitudes = _magnitudes(blocks)
-    least = xp.zeros((blocks.shape[0], 1), np.uint32)
-    for bit in reversed(range(31)):
-        higher = least | np.uint32(1 << bit)
+
+    def with_a_bit(i: Array, least: Array) -> Array:
+        higher = least | (np.uint32(1) << (np.uint32(30) - i.astype(np.uint32)))
         enough = xp.sum(magnitudes >= higher, axis=1, keepdims=True, dtype=np.int32) >= count
-        least = xp.where(enough, higher, least)
+        return xp.where(enough, higher, least)
+
+    least = xp.zeros((blocks.shape[0], 1), np.uint32)
+    if xp is np:
+        for i in range(31):
+            least = with_a_bit(np.int32(i), least)
+    else:
+        from jax.lax import fori_loop
+
+        least = fori_loop(0, 31, with_a_bit, least)  # compiled once
     larger, equal = magnitudes > least, magnitudes == least
     room = count - xp.sum(larger, axis=1, keepdims=True, dtype=np.int32)
     chosen = larger | (equal & (xp.cumsum(equal, axis=1, dtype=np.int32) <= room))
-    so_far = xp.cumsum(chosen, axis=1, dtype=np.int32)
-    wanted = xp.arange(1, count + 1, dtype=np.int32)[None, :]
-    places = xp.zeros((blocks.shape[0], count), np.int32)
-    step = blocks.shape[1] // 2
-    while step:  # binary search for the first index at which the running count reaches `wanted`
-        before = xp.take_along_axis(so_far, places + (step - 1), axis=1) < wanted
-        places = xp.where(before, places + step, places)
-        step //= 2
-    return places
+    known = {} if xp is np else {"size": blocks.shape[0] * count}  # XLA must know how many there are
+    return (xp.nonzero(chosen.reshape(-1), **known)[0] % blocks.shape[1]).reshape(-1, count).astype(np.int32)
 
 
 def _mean(whole: Array, chosen: Array, xp: Any) -> Array:

@@ -192,7 +192,7 @@ def _approximate(jaxpr: Any, consts: Any, *values: Any) -> list[Any]:
     held: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
     for step in jaxpr.eqns:
         inputs = [x.val if isinstance(x, jax.extend.core.Literal) else held[x] for x in step.invars]
-        if (inner := step.params.get("jaxpr")) is not None:
+        if (inner := step.params.get("jaxpr")) is not None and step.primitive.name != "scan":
             found = _approximate(inner.jaxpr, inner.consts, *inputs)
         else:
             found = step.primitive.bind(*inputs, **step.params)
@@ -200,6 +200,7 @@ def _approximate(jaxpr: Any, consts: Any, *values: Any) -> list[Any]:
         if step.primitive.name == "div" and found[0].dtype == jnp.float32:
             is_power = jnp.frexp(inputs[1])[0] == 0.5
             found = [jnp.where(is_power, found[0], jnp.nextafter(found[0], jnp.float32(0)))]
+        assert step.primitive.name != "scan" or " div " not in str(inner), "a loop is run as it is"
         held |= zip(step.outvars, found, strict=True)
     return [x.val if isinstance(x, jax.extend.core.Literal) else held[x] for x in jaxpr.outvars]
 
@@ -207,9 +208,9 @@ def _approximate(jaxpr: Any, consts: Any, *values: Any) -> list[Any]:
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_device_that_approximates_divisions_sends_the_same_bits(name: str) -> None:
     divides = name in {"int8", "int4"}  # few of many values lie where the last bit of a quotient matters
-    values_N = np.random.default_rng(5).standard_normal(1 << (20 if divides else 14), np.float32)
+    values_N = np.random.default_rng(6).standard_normal(1 << (20 if divides else 14), np.float32)
     program = jax.make_jaxpr(lambda values_N: codec(name).quantise(values_N, jnp))(values_N)
-    parts = _approximate(program.jaxpr, program.consts, jnp.asarray(values_N))
+    parts = jax.jit(lambda values_N: _approximate(program.jaxpr, program.consts, values_N))(values_N)
     assert body_of(tuple(parts)) == codec(name).encode(values_N)
 
 
