@@ -86,6 +86,7 @@ class RdaAccumulator(NamedTuple):
     direction: jax.Array
 
 
+@jax.jit
 def _norm(x_L: jax.Array, known: jax.Array) -> jax.Array:
     """Return the L2 norm, which is zero from 1e-28 down. `known` is a number that is never negative."""
     return jnp.sqrt(jnp.sum(_squares(x_L, known))) / _UNIT
