@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -29,6 +30,8 @@ SYNC = SyncConfig(interval=8, fragments=2)
 #: The end of the name of a run that FSDP2 trains, and its length.
 SPLIT, SPLIT_STEPS = "-split", 100
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+#: How long a script rests after each forward pass. Without it, scripts that train take all cores from other tests.
+REST_SECONDS = 0.02 if __name__ == "__main__" else 0.0
 TEACHER = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -40,6 +43,7 @@ class Network(torch.nn.Module):  # type: ignore[misc]  # torch is optional
         build(self)
 
     def forward(self, inputs: Any, labels: Any = None) -> Any:
+        time.sleep(REST_SECONDS)
         logits = self.output(self.hidden(inputs).relu())
         if labels is None:
             return logits
