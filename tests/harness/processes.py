@@ -31,7 +31,7 @@ SETTINGS = [
 ]
 
 #: The shortest step of an island. Without a minimum, islands take all cores while a test waits for other processes.
-PACE = {STEP_VARIABLE: "0.05"}
+PACE = {STEP_VARIABLE: "0.15"}
 UNPACED = {STEP_VARIABLE: "0"}
 #: A process that aborts, as a library may do at its exit, says where its threads were.
 SAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
