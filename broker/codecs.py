@@ -305,20 +305,11 @@ def _largest(blocks: Array, count: int, xp: Any) -> Array:
     The smallest kept magnitude is found bit by bit, which is faster than sorting in numpy and in XLA on a CPU.
     """
     magnitudes = _magnitudes(blocks)
-
-    def with_a_bit(i: Array, least: Array) -> Array:
-        higher = least | (np.uint32(1) << (np.uint32(30) - i.astype(np.uint32)))
-        enough = xp.sum(magnitudes >= higher, axis=1, keepdims=True, dtype=np.int32) >= count
-        return xp.where(enough, higher, least)
-
     least = xp.zeros((blocks.shape[0], 1), np.uint32)
-    if xp is np:
-        for i in range(31):
-            least = with_a_bit(np.int32(i), least)
-    else:
-        from jax.lax import fori_loop
-
-        least = fori_loop(0, 31, with_a_bit, least)  # compiled once
+    for bit in reversed(range(31)):
+        higher = least | np.uint32(1 << bit)
+        enough = xp.sum(magnitudes >= higher, axis=1, keepdims=True, dtype=np.int32) >= count
+        least = xp.where(enough, higher, least)
     larger, equal = magnitudes > least, magnitudes == least
     room = count - xp.sum(larger, axis=1, keepdims=True, dtype=np.int32)
     chosen = larger | (equal & (xp.cumsum(equal, axis=1, dtype=np.int32) <= room))

@@ -192,7 +192,7 @@ def _approximate(jaxpr: Any, consts: Any, *values: Any) -> list[Any]:
     held: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
     for step in jaxpr.eqns:
         inputs = [x.val if isinstance(x, jax.extend.core.Literal) else held[x] for x in step.invars]
-        if (inner := step.params.get("jaxpr")) is not None and step.primitive.name != "scan":
+        if (inner := step.params.get("jaxpr")) is not None:
             found = _approximate(inner.jaxpr, inner.consts, *inputs)
         else:
             found = step.primitive.bind(*inputs, **step.params)
@@ -200,7 +200,6 @@ def _approximate(jaxpr: Any, consts: Any, *values: Any) -> list[Any]:
         if step.primitive.name == "div" and found[0].dtype == jnp.float32:
             is_power = jnp.frexp(inputs[1])[0] == 0.5
             found = [jnp.where(is_power, found[0], jnp.nextafter(found[0], jnp.float32(0)))]
-        assert step.primitive.name != "scan" or " div " not in str(inner), "a loop is run as it is"
         held |= zip(step.outvars, found, strict=True)
     return [x.val if isinstance(x, jax.extend.core.Literal) else held[x] for x in jaxpr.outvars]
 
