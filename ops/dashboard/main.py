@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
@@ -60,7 +61,8 @@ def main(options: DashOptions) -> int:
         if named:
             awaited = Patience(options.wait_seconds, stopped)
             found = awaited(lambda: stack.enter_context(options.open()))
-            watch = awaited(lambda: Watcher(found.transport, address=found.address), for_run=True)
+            shows = partial(Watcher, found.transport, address=found.address, folder=found.folder)
+            watch = awaited(shows, for_run=True)
             run, boards = watch.manifest.run, Boards(watch)
         else:
             run, boards = "", Boards(None, lambda: all_runs(options.url, RUNS), lambda run: _opened(run, options.url))
@@ -80,7 +82,8 @@ def _opened(run: str, url: str | None) -> Watcher:
     address = url or os.environ.get(URL_VARIABLE) if where == "redis" else address_of(Path(where)) if where else ""
     if not address:
         raise UnknownRunError(f"the Redis of the run {run!r} does not run", f"`archipelago dash {run}` starts it.")
-    return Watcher(connect_to(address, run), address=shown(address))
+    folder = None if where == "redis" else Path(where)
+    return Watcher(connect_to(address, run), address=shown(address), folder=folder)
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from archipelago.broker.control import Control, run_steps
@@ -232,6 +234,7 @@ class Watcher:
     Args:
         rounds: The most rounds that are read for the history, at the beginning and after a gap.
         address: How commands name the run's Redis here.
+        folder: The run's folder on this machine, which outlives its Redis; None if it has none.
         clock: Monotonic seconds.
         wall: Unix seconds.
 
@@ -247,10 +250,12 @@ class Watcher:
         address: str = "URL",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        folder: Path | None = None,
     ) -> None:
         self.clock, self.wall = clock, wall
         self.latest: RunReading | None = None
         self._primary, self._rounds, self._address = transport, rounds, address
+        self._folder = shlex.quote(str(folder)) if folder else ""
         self._outage: Outage | None = None
         self.manifest, self.transport = opened(transport, for_display=True)
         self.history = History(self.manifest.shard_layout)
@@ -288,7 +293,7 @@ class Watcher:
             self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
         notes = self.transport.reader.notes(EVENTS_READ)
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes)
-        view, now = replace(view, address=self._address), self.wall()
+        view, now = replace(view, address=self._address, folder=self._folder), self.wall()
         return RunReading(
             view=view,
             unix_seconds=now,

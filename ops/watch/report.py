@@ -73,7 +73,8 @@ def main(options: ReportOptions) -> int:
 def everything(options: ReportOptions) -> tuple[dict[str, Any], Path | None]:
     """Return the data of the page for the run that the options name, and its folder. Raise ArchipelagoError."""
     with options.open() as found:
-        return of_watch(Watcher(found.transport), found.folder), found.folder
+        watch = Watcher(found.transport, address=found.address, folder=found.folder)
+        return of_watch(watch, found.folder), found.folder
 
 
 def of_watch(watch: Watcher, folder: Path | None = None) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class RunView:
         covered: The last round in a finished checkpoint; 0 if there is none.
         tape: The recent rounds, oldest first, as the evaluations are.
         address: How commands name the run's Redis here; empty if $ARCHIPELAGO_URL does.
+        folder: How commands name the run's folder here; empty if it has none.
     """
 
     manifest: Manifest
@@ -117,6 +118,7 @@ class RunView:
     tape: Sequence[TapeEntry] = ()
     evaluations: Sequence[Evaluation] = ()
     address: str = "URL"
+    folder: str = ""
 
     @property
     def has_scripts(self) -> bool:

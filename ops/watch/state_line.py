@@ -28,7 +28,7 @@ _REMARKS = {
     "starting": ("No round has closed yet.", ""),
     "finished": (
         "All steps are made.",
-        "Next: `archipelago report {run}`, `archipelago export {run} --out {run}-model`{generate}.",
+        "Next: `archipelago report {place}`, `archipelago export {place} --out {run}-model`{generate}.",
     ),
 }
 
@@ -100,9 +100,10 @@ def _remark(reading: RunReading) -> tuple[str, str, str, str]:
     found = [problem for problem in reading.problems if problem.mood != "info"]
     if not found or reading.state == "finished":
         sentence, remedy = _REMARKS.get(reading.state, ("", ""))
-        run = reading.view.run
-        generate = "" if reading.view.manifest.config.has_user_loops else f", `archipelago generate {run}`"
-        return sentence, remedy.format(run=run, generate=generate), "idle", ""
+        view = reading.view
+        place = view.folder or f"{view.address} --run {view.run}".lstrip()
+        generate = "" if view.manifest.config.has_user_loops else f", `archipelago generate {place}`"
+        return sentence, remedy.format(run=view.run, place=place, generate=generate), "idle", ""
     first = found[0]
     who = "" if first.who in ("run", "redis", "merger") else f"{first.who}: "
     more = f" ({len(found) - 1} more)" if len(found) > 1 else ""

@@ -93,7 +93,7 @@ def main(options: StatusOptions) -> int:
             _watch(found)
             return 0
         with progress("waiting for Redis"):
-            reading = Watcher(found.transport, RECENT_ROUNDS, found.address).read()
+            reading = Watcher(found.transport, RECENT_ROUNDS, found.address, folder=found.folder).read()
     if options.json:
         print_json(plain(reading) | {"state": state_line(reading)})
     else:
@@ -110,7 +110,7 @@ def _watch(found: FoundRun) -> None:
     from rich.live import Live
 
     console, stopped = Console(highlight=False), stop_on_signals()
-    watcher = Watcher(found.transport, RECENT_ROUNDS, found.address)
+    watcher = Watcher(found.transport, RECENT_ROUNDS, found.address, folder=found.folder)
     with repeated(watcher.update, LOOK_SECONDS), Live(console=console, screen=True, auto_refresh=False) as live:
         while not stopped():
             screen = live_screen(watcher.latest, watcher.outage(), time.time(), console.height)

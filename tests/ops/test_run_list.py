@@ -18,7 +18,9 @@ from archipelago.broker.invitation import Invitation, Member
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.run_source import open_run
 from archipelago.ops.watch import run_list
+from archipelago.ops.watch.reading import Watcher
 from tests import samples
 from tests.failing import failing
 from tests.sharded import create_sharded
@@ -136,6 +138,16 @@ def test_status_and_steer_open_the_folder_of_a_run_whose_redis_has_stopped(capsy
     assert run(["steer", "mine", "merging=paused", "--json"]) == 0
     assert run(["status", "mine", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["state"]["word"] == "paused"
+
+
+def test_the_join_file_in_a_folder_leads_to_the_folder() -> None:
+    with start_server(Path("runs/mine/redis")) as own:
+        create(own.url, "mine").close()
+        for file, folder in (("runs/mine/admin.join", Path("runs/mine")), ("admin.join", None)):
+            invitations.write(Path(file), Invitation(own.url, "mine", "admin", "admin"))
+            with open_run(file, None) as found:
+                reading = Watcher(found.transport, address=found.address, folder=found.folder).read()
+            assert (found.folder, reading.view.folder) == (folder, str(folder or ""))
 
 
 def test_a_run_at_a_redis_of_others_has_its_folder_here(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -276,8 +276,18 @@ def test_a_finished_run_stays_finished_without_its_redis() -> None:
     for outage in (None, HANGS):
         state = state_line(ended, outage)
         assert (state.word, state.mood, state.share, state.left, state.urgency) == ("finished", "idle", 1.0, "", "idle")
-        for verb in ("report", "export", "generate"):
-            assert f"`archipelago {verb} sample" in state.remedy
+
+
+def test_the_next_commands_of_a_finished_run_name_it_where_the_reader_finds_it() -> None:
+    for address, folder, place in (
+        ("eyes.join", "", "eyes.join --run sample"),
+        ("", "", "--run sample"),
+        ("runs/sample/admin.join", "runs/sample", "runs/sample"),
+    ):
+        remedy = state_line(reading(step=2000, live=0, pending=0, address=address, folder=folder)).remedy
+        assert re.findall("`archipelago (.+?)`", remedy) == [
+            f"report {place}", f"export {place} --out sample-model", f"generate {place}"
+        ]  # fmt: skip
 
 
 def test_before_the_first_reading() -> None:
