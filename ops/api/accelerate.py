@@ -8,6 +8,8 @@ from __future__ import annotations
 try:
     from archipelago.islands.trainers.accelerate import LocalSGD
 except ModuleNotFoundError as _error:
-    raise ImportError(f'{_error.msg}: pip install "archipelago-train[accelerate]"') from _error
+    from archipelago.broker.machine import install_hint
+
+    raise ImportError(f"{_error.msg}. {install_hint('accelerate')}") from _error
 
 __all__ = ["LocalSGD"]

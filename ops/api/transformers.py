@@ -8,6 +8,8 @@ from __future__ import annotations
 try:
     from archipelago.islands.trainers.transformers import ArchipelagoCallback
 except ModuleNotFoundError as _error:
-    raise ImportError(f'{_error.msg}: pip install "archipelago-train[transformers]"') from _error
+    from archipelago.broker.machine import install_hint
+
+    raise ImportError(f"{_error.msg}. {install_hint('transformers')}") from _error
 
 __all__ = ["ArchipelagoCallback"]
