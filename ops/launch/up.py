@@ -69,7 +69,7 @@ class UpOptions(WorkerOptions):
     shards: int = 1
     """How many shards a new run has. One process serves all of them (docs/guide/scaling.md#shards)."""
     spectra: Literal["cpu", "gpu"] = "cpu"
-    """Where the merger changes spectra of matrices: on its cores, or on the first GPU, of which it takes a tenth."""
+    """Where the merger changes spectra of matrices: its cores, or the first NVIDIA GPU, of which it takes a tenth."""
     standbys: int = 0
     """The processes that have loaded and compiled everything and replace an island that dies."""
     folder: Path = Path("runs")
@@ -188,8 +188,12 @@ def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
     if found is not None and not is_given("--islands"):
         options = replace(options, islands=min(options.islands, len(found.names)))
-    if options.spectra == "gpu" and (found is None or found.platform == "tpu"):
-        raise ConfigError("--spectra gpu finds no GPU on this machine", "Leave it out.", code="up.devices")
+    if options.spectra == "gpu" and (found is None or found.platform != "cuda"):
+        raise ConfigError(
+            "--spectra gpu needs an NVIDIA GPU, and this machine has none",
+            "Leave it out: the merger then changes spectra on its cores.",
+            code="up.devices",
+        )
     shares = shared_out(found, options.islands, options.standbys, may_share=options.share_devices, mesh=mesh)
     if shares and options.spectra == "gpu":
         shares = replace(shares, memory=MEMORY_SHARE - SPECTRA_SHARE)

@@ -219,7 +219,7 @@ def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pyt
 
 def test_spectra_on_a_gpu_take_a_tenth_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = UpOptions(islands=2, spectra="gpu")
-    for found in (None, TPU):
+    for found in (None, TPU, replace(FOUR, platform="rocm")):
         monkeypatch.setattr(up, "accelerators", lambda found=found: found)
         with failing(code="up.devices"):
             up._with_devices(wanted)
