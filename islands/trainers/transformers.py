@@ -30,9 +30,16 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
     trainer counts them (`include_num_input_tokens_seen`).
     """
 
-    def __init__(self, url: str | None, name: str, steps: int | None = None, **options: Any) -> None:
-        """Note what to join. The arguments are those of `TrainerIsland`."""
-        self.island = TrainerIsland(url, name, steps, **options)
+    def __init__(
+        self, url: str | None, name: str, steps: int | None = None, *, monitor: str = "eval_loss", **options: Any
+    ) -> None:
+        """Note what to join.
+
+        Args:
+            monitor: The metric of an evaluation that is the held-out loss. With several data sets, `eval_NAME_loss`.
+            url, name, steps, **options: As in `TrainerIsland`.
+        """
+        self.island, self._monitor = TrainerIsland(url, name, steps, **options), monitor
         self._ends_with_run = self._made_schedule = False
         self._loss: float | None = None
         self._seen = self._scheduled = 0
@@ -86,8 +93,8 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **about: Any) -> None:
         """Record the held-out loss of the trainer as one of the run."""
-        if "eval_loss" in (metrics or {}):
-            self.island.report(metrics["eval_loss"])
+        if self._monitor in (metrics or {}):
+            self.island.report(metrics[self._monitor])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         """Leave the run, if the trainer has ended before it."""

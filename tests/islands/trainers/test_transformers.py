@@ -96,16 +96,18 @@ def test_its_bar_follows_a_run_whose_length_is_steered(url: str) -> None:
     assert (bars[-1].n, bars[-1].total) == (40, 40)
 
 
-def test_its_evaluations_become_the_held_out_losses_of_the_run(url: str) -> None:
-    made = trainer([ArchipelagoCallback(url, "own", steps=1000, sync=SYNC), Evaluated()], max_steps=6)
-    made.eval_dataset = examples(16)
+@pytest.mark.parametrize(("monitor", "prefix"), [({}, "eval"), ({"monitor": "eval_b_loss"}, "eval_b")])
+def test_its_evaluations_become_the_held_out_losses_of_the_run(url: str, monitor: Any, prefix: str) -> None:
+    made = trainer([ArchipelagoCallback(url, "own", steps=1000, sync=SYNC, **monitor), Evaluated()], max_steps=6)
+    made.eval_dataset = {"a": examples(8), "b": examples(16)} if monitor else examples(16)
     archipelago.pytorch.create(url, "own", Network(), steps=1000, sync=SYNC)
     with served(url):
         made.train()
     made.evaluate()
-    found = [each["eval_loss"] for each in made.state.log_history if "eval_loss" in each]
+    found = [each[f"{prefix}_loss"] for each in made.state.log_history if f"{prefix}_loss" in each]
     transport = connect(url, "own")
     unit = loss_unit(transport.reader.manifest().corpus)
+    assert found
     assert [unit.from_evaluation(each.bits_per_byte) for each in transport.reader.evaluations()] == pytest.approx(found)
 
 
