@@ -230,7 +230,7 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
 
 
 def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
-    """Return a line for each problem with what to do about it, and for each island whose work was refused earlier."""
+    """Return a line for each problem, with what to do and its code, and for each island whose work was refused."""
     refused = {each.who for each in found if each.code == "island.refused"}
     lines = [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
               if i.last_refusal and i.name not in refused]  # fmt: skip
@@ -240,7 +240,7 @@ def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
     out = []
     for problem in grouped(found):
         names = f" ({', '.join(problem.names)})" if problem.names else ""
-        text = printable(f"{problem.who}{names}: {problem.text} {problem.remedy}")
+        text = printable(f"{problem.who}{names}: {problem.text} {problem.remedy} [{problem.code}]")
         out.append(Text(text, style="bold red" if problem.mood == "bad" else "yellow"))
     return [*out, *(Text(printable(line), style="yellow") for line in lines)]
 

@@ -289,7 +289,7 @@ function writeProblems(problems) {
   fill($("problem-list"), told, () => problems.map((problem) => {
     const who = problem.names.length
       ? element("details", "", element("summary", "", problem.who), problem.names.join(", ")) : element("b", "", problem.who);
-    const item = element("li", "", who, problem.text, element("small", "since"), worded("span", "", problem.remedy));
+    const item = element("li", "", who, problem.text, element("small", "since"), worded("span", "", `${problem.remedy} [${problem.code}]`));
     item.dataset.mood = problem.mood;
     return item;
   }));

@@ -113,7 +113,7 @@ def main(options: DoctorOptions) -> int:
 
 
 def section(title: str, findings: Sequence[Finding]) -> Table:
-    """Return one part of the report: a line for each finding, with the remedy below it."""
+    """Return one part of the report: a line for each finding, with the remedy and its code below it."""
     table = Table(box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left")
     table.add_column(min_width=7, no_wrap=True)
     table.add_column(style="dim", min_width=11, no_wrap=True)
@@ -121,7 +121,7 @@ def section(title: str, findings: Sequence[Finding]) -> Table:
     for finding in findings:
         text = Text(printable(finding.what))
         if finding.remedy:
-            text.append(f"\n→ {finding.remedy}", "italic")
+            text.append(f"\n→ {finding.remedy}", "italic").append(f" [{finding.code}]", "dim")
         table.add_row(MARKS[finding.level], finding.subject, text)
     return table
 

@@ -117,6 +117,7 @@ def test_problems_come_first_with_a_remedy_and_in_groups(
 ) -> None:
     page.open(address)
     assert TROUBLE.removeprefix("thin link ") in page.text("#problem-list")
+    assert "[island.thin-link]" in page.text("#problem-list"), "by which the guide has it"
     assert not page.is_shown("#banner")  # Nobody has to do anything about a thin link.
     for name in NAMES[5:9]:
         transport.island.heartbeat(samples.heartbeat(name, link="the Redis does not answer"))

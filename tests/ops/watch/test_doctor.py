@@ -271,6 +271,7 @@ def test_a_healthy_site(
     assert main.main(main.DoctorOptions(url=own.url, run="sample", seconds=0.2)) == 1
     text = capsys.readouterr().out
     assert "PROBLEM" in text and "→" in text
+    assert re.findall(r"\[([a-z]+\.[a-z-]+)\]", text) == ["corpus.missing"]
     assert text.rstrip().splitlines()[-1].startswith("1 problem")
 
 

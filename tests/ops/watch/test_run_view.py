@@ -193,6 +193,7 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
     text = words(shown(view, 80))
     assert "training 123,456 1,234,567 3.383 12.34 0% 12 123 GB 9.9 MB 9 s" in text
     assert "an-island-" in text
+    assert "[island.link]" in text, "the code by which the guide has the problem"
     # Text from islands is not interpreted as markup.
     assert "an-island-with-a-long-name-7: Its link fails: [red]no[/] link" in text
     assert "no held-out loss yet" in text
