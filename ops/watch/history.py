@@ -243,8 +243,7 @@ class History:
 _REFUSALS = (
     ("over the cap", "Its link or its steps are too slow for the run: give it a faster link, or choose a larger "
                      "sync.interval in a new run. A single late contribution is harmless."),
-    ("far ahead", "The run went back to a checkpoint. The island follows by itself within seconds."),
-    ("not exist yet", "The run went back to a checkpoint. The island follows by itself within seconds."),
+    ("may have gone back", "The run went back to a checkpoint. The island follows by itself within seconds."),
     ("too many", "The merger is slower than the islands. It catches up, or needs a faster machine."),
     ("repeat", "Nothing has to be done."),
     ("expelled", "The operator or the run's rule has expelled it. To admit it: `archipelago steer URL island.NAME=`, "

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.messages import RoundMember, TapeEntry
 from archipelago.broker.shards.layout import Layout
+from archipelago.merger.admission import reason_to_refuse
 from archipelago.ops.watch.history import (
     DETAIL_ROUNDS,
     ISLAND_ROWS,
@@ -20,6 +21,7 @@ from archipelago.ops.watch.history import (
     ROWS_KEPT,
     History,
     Trail,
+    refusal_remedy,
     thinned,
 )
 from tests import samples
@@ -132,6 +134,12 @@ def test_a_shard_without_new_rounds_breaks_no_history() -> None:
     assert not out.follows(of_shards(2, 4)), "shard 0 went back"
     forked = [*of_shards(2), replace(of_shards(5)[0], digest="f" * 32)]
     assert not out.follows(forked)
+
+
+def test_a_refusal_after_a_return_says_that_nothing_has_to_be_done() -> None:
+    reason = reason_to_refuse(samples.contribution(round=1001), samples.manifest(), 0)
+    assert reason is not None
+    assert (reason.code, "follows by itself" in refusal_remedy(reason.text)) == ("lost", True)
 
 
 @given(st.lists(st.integers(), max_size=400), st.integers(1, 50))
