@@ -31,7 +31,7 @@ CHUNKS_MAX = 1 << 20
 SENT_AHEAD = 16
 #: Chunks requested before the first one has arrived. A small number keeps the server's output buffers small.
 READ_AHEAD = 3
-#: Time to live of chunks of a merger that no pointer keeps.
+#: Time to live of chunks of a run that is being created.
 ORPHAN_SECONDS = 24 * 3600
 #: Time to live of an island's chunks until their entry is there. A retry within this time sends only the rest.
 UPLOAD_SECONDS = 600

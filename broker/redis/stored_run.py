@@ -155,7 +155,7 @@ class StoredRun:
 
 #: A difference that a full snapshot covers expires after this time. Islands that are a little behind still read it.
 DIFFERENCE_SECONDS = 3600
-#: How long the chunks of a compaction wait for a pointer. A merger that died, or was overtaken, leaves them.
+#: How long the chunks of a merger wait for a pointer. One that died, or was overtaken, leaves them.
 PLACED_SECONDS = 3600
 Where = dict[str, str | bytes]
 
@@ -237,7 +237,7 @@ class Compactions:
         """Upload the difference of a commit, point to it, and delete the one that is too old."""
         p, version, keys = commit.snapshot.fragment, commit.snapshot.version, self._keys
         with self._connection.translated():
-            where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference)
+            where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, PLACED_SECONDS)
         key, size = keys.difference(p, version), {"bytes": str(len(commit.difference))}
         signing = self._connection.signing
         signed = signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)

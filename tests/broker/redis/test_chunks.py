@@ -179,10 +179,10 @@ def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: A
     with failing(UnreachableError):
         transport.island.publish(samples.contribution(LARGE), LARGE)
     with failing(UnreachableError):
-        transport.merger.commit(epoch, samples.commit([], LARGE, own=LARGE))
+        transport.merger.commit(epoch, samples.commit([], LARGE, own=LARGE, difference=LARGE))
     torn = chunk_keys(raw, transport.run) - before
-    assert len(torn) == 9
-    assert all(0 < raw.ttl(key) <= chunks.ORPHAN_SECONDS for key in torn)
+    assert len(torn) == 12
+    assert all(0 < raw.ttl(key) <= stored_run.PLACED_SECONDS for key in torn)
     assert all(raw.ttl(key) <= 600 for key in torn if ":c:" in key)  # The island's retry goes on with these.
     assert lasting_chunks(raw, transport.run) == before
     assert transport.reader.backlog() == 0
