@@ -27,7 +27,7 @@ from archipelago.ops.launch.administration import Administrator
 from tests.failing import failing
 from tests.harness.merger_run import compact_now
 from tests.integration.virtual import bits, work
-from tests.samples import contribution, first_snapshots, handover, heartbeat, image, manifest
+from tests.samples import commit, contribution, first_snapshots, handover, heartbeat, image, manifest
 
 ISLANDS = ("island-0", "island-1", "island-2")
 SPEEDS = [1.0, 1.2, 1.5]
@@ -358,3 +358,21 @@ def test_chunks_that_were_replaced_after_signing_are_noticed(pair: tuple[Keys, R
     (delivery,) = merger.merger.updates(0.0)
     with failing(WireError, "wire.payload"):
         RoundMerge.of(of).opened(delivery.with_payload())
+
+
+def test_an_outer_state_that_no_merger_has_signed_for_its_fragment_is_not_loaded(
+    pair: tuple[Keys, RedisTransport],
+) -> None:
+    keys, merger = pair
+    merger.create(manifest(keys.run), first_snapshots(manifest(keys.run)))
+    epoch = merger.merger.acquire("merger", 60.0)
+    assert epoch is not None
+    merger.merger.commit(epoch, commit([]))
+    assert merger.merger.outer(0, 1) == b"outer"
+    raw, key = keys.plain().connection.redis, merger.connection.keys.outer
+    stored = raw.hgetall(key(0))
+    raw.hset(key(1), mapping=stored)
+    for fragment, change in ((0, {"digest": "0" * 64}), (0, {"version": "2"}), (0, {"payload": "other"}), (1, {})):
+        raw.hset(key(0), mapping=stored | change)
+        with failing(WireError, "" if change.get("payload") else "signature.wrong"):
+            merger.merger.outer(fragment, 1)
