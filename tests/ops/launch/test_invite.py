@@ -123,8 +123,14 @@ def test_an_invitation_is_not_repeated_but_replaced(run: RedisTransport, join: I
 def test_revoking_ends_everything(run: RedisTransport, join: Invite, server: RedisServer) -> None:
     join("oslo")
     transport = connect_to(str(join_file(run, "oslo")), None)
+    transport.island.heartbeat(samples.heartbeat("oslo"))
+    transport.island.publish(samples.contribution(samples.LARGE, island="oslo"), samples.LARGE)
+    raw = run.connection.redis
+    assert len(raw.keys(f"*{run.run}*:oslo*")) > 3
     options = RevokeOptions(name="oslo", url=server.url, run=run.run)
     assert invite.main(options) == 0
+    assert raw.keys(f"*{run.run}*:oslo*") == []
+    assert (raw.scard(run.connection.keys.islands), run.reader.backlog()) == (0, 0)
     with failing(BrokerError, "broker.access"):
         transport.reader.manifest()
     assert run.reader.control() == {"island.oslo": EXPEL}
