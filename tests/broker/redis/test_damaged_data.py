@@ -148,6 +148,24 @@ def test_streams_of_another_type_and_at_their_last_id_stop_no_others(transport: 
     assert [delivery.sender for _ in range(3) for delivery in transport.merger.updates(0.0)] == ["c"]
 
 
+def test_an_island_that_empties_its_stream_and_ends_it_stops_nobody(
+    transport: RedisTransport, raw: Any, epoch: int
+) -> None:
+    stream = Keys(transport.run).updates("mallory")
+    transport.island.heartbeat(samples.heartbeat("mallory"))
+    raw.xadd(stream, {"x": "1"})
+    (junk,) = transport.merger.updates(0.0)
+    raw.xtrim(stream, maxlen=0, approximate=False)
+    raw.xadd(stream, {"x": "1"}, id=f"{NUMBER_MAX}-{NUMBER_MAX}")
+    samples.refuse(transport, epoch, [(junk.entry, REFUSAL)])
+    (end,) = transport.merger.updates(0.0)
+    mine = transport.island.publish(samples.contribution(), b"payload")
+    assert [each.entry for each in transport.merger.updates(0.0)] == [mine]
+    samples.refuse(transport, epoch, [(end.entry, REFUSAL)])
+    transport.merger.commit(epoch, samples.commit([mine]))
+    assert (transport.reader.counters().pending, transport.reader.backlog()) == (0, 0)
+
+
 def test_nothing_points_to_an_upload_whose_chunks_are_gone(transport: RedisTransport, raw: Any, epoch: int) -> None:
     """A failover may have forgotten them after they were uploaded."""
     transport.merger.commit(epoch, samples.commit([], b"", difference=b"one"))
