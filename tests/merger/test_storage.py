@@ -20,7 +20,7 @@ from archipelago.merger.storage import MergerFolder
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem, no_fault
 from tests.failing import failing
 from tests.harness.merger_run import CONFIG, MergerRun, bits, finish, take_checkpoint, values
-from tests.samples import plain
+from tests.samples import first_snapshots, plain
 
 
 def serving(run: MergerRun, path: Path, bucket: BucketFolder | None = None) -> Merger:
@@ -156,6 +156,21 @@ def test_another_machine_continues_from_the_bucket(bucket: BucketFolder, tmp_pat
     third = MergerFolder(tmp_path / "three", bucket=bucket)
     third.fetch()
     assert plain(third.store.load()) == plain(other.store.load()) != plain(kept)
+
+
+def test_a_bucket_of_another_run_is_not_touched(bucket: BucketFolder, tmp_path: Path) -> None:
+    run = MergerRun(CONFIG, quorum=2)
+    merger = serving(run, tmp_path / "one", bucket)
+    run.play(merger, 1, 2)
+    take_checkpoint(merger)
+    turn_of_copier(merger)
+    kept = bucket.child("checkpoints").names()
+    assert kept
+    other, new = replace(run.manifest, uid="2" * 32), MemoryBroker().connect("sample")
+    new.create(other, first_snapshots(other, 2.0))
+    with failing(UnknownRunError, "broker.other-run"):
+        MergerFolder(tmp_path / "two", bucket=bucket).find_or_bring_back(new, resume=False)
+    assert (bucket.child("checkpoints").names(), new.reader.uid()) == (kept, other.uid)
 
 
 def test_a_failing_bucket_stops_only_restores(bucket: BucketFolder, tmp_path: Path) -> None:
