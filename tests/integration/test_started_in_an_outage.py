@@ -105,7 +105,7 @@ def stuttering(transport: RedisTransport, monkeypatch: pytest.MonkeyPatch) -> St
     return made
 
 
-def test_a_merger_waits_and_may_end_in_an_outage(
+def test_a_merger_waits_also_for_its_run_and_may_end_in_an_outage(
     transport: RedisTransport,
     stuttering: Stuttering,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,7 +114,16 @@ def test_a_merger_waits_and_may_end_in_an_outage(
 ) -> None:
     monkeypatch.setattr("archipelago.merger.shards.serve", partial(serve, pause=lambda _: None))
     stuttering.is_to_stop = True
-    transport.connection.redis.delete(REGISTRY)
+    redis, key = transport.connection.redis, transport.connection.keys.manifest
+    redis.delete(REGISTRY)
+    redis.rename(key, "aside")
+
+    def pause(_: float) -> None:
+        """Let the run be there once the merger has found none."""
+        if stuttering.calls["manifest"] > 1 and redis.exists("aside"):
+            redis.rename("aside", key)
+
+    monkeypatch.setattr(AwaitedRun, "patience", lambda of, stopped: Patience(of.wait_seconds, stopped, pause=pause))
     assert main(MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)) == 0
     assert stuttering.calls["manifest"] > 2
     assert transport.reader.runs() == ["demo"], "the merger has written the name again"
