@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from redis.connection import AbstractConnection
 
+from archipelago.broker.commits import Renewal
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, WithdrawnError
 from archipelago.broker.messages import Call, Resume
 from archipelago.broker.ranges import RANGES_MAX
@@ -121,12 +122,9 @@ def test_all_fields_of_the_state_are_those_of_the_last_write(transport: RedisTra
         assert transport.reader.merger_state() == text, damage
 
 
-def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merger that is far from its Redis waits for each of them."""
-    entries = [transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(3)]
-    transport.merger.updates(0.0)
-    transport.reader.heads()  # reads the manifest, once
-    transport.merger.refuse(epoch, [], '{"digest": "0"}', {})  # sends the script and reads the state, once
+@pytest.fixture
+def trips(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return a function that counts the round trips so far: a merger that is far from its Redis waits for each."""
     send, read, said = AbstractConnection.send_packed_command, AbstractConnection.read_response, [""]
 
     def noting(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,9 +137,48 @@ def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, m
 
     monkeypatch.setattr(AbstractConnection, "send_packed_command", noting("asked", send))
     monkeypatch.setattr(AbstractConnection, "read_response", noting("answered", read))
+    return lambda: said.count("answered")
+
+
+def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, trips: Callable[[], int]) -> None:
+    entries = [transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(3)]
+    transport.merger.updates(0.0)
+    transport.reader.heads()  # reads the manifest, once
+    transport.merger.refuse(epoch, [], '{"digest": "0"}', {})  # sends the script and reads the state, once
+    before = trips()
     transport.merger.commit(epoch, samples.commit(entries, b"", difference=LARGE, after_round=0))
-    assert said.count("answered") == len(["the difference", "the script"])
+    assert trips() - before == len(["the difference", "the script"])
     assert len(transport.reader.tape(9)) == 1
+
+
+def test_an_idle_turn_takes_one_round_trip(
+    transport: RedisTransport, raw: Any, epoch: int, trips: Callable[[], int]
+) -> None:
+    """It renews the lease, reads what islands and operators say, and waits."""
+    transport.island.heartbeat(samples.heartbeat("a"))
+    renewal = Renewal(epoch, "merger", 1000.0)
+    transport.merger.look(0.0, 64, renewal, around=True)
+    before = trips()
+    seen = transport.merger.look(0.0, 64, renewal, around=True)
+    assert trips() - before == 1
+    assert [each.heartbeat.island for each in seen.presences or ()] == ["a"]
+    raw.script_flush()
+    raw.pexpire(Keys(transport.run).lease, 60_000)
+    transport.merger.look(0.0, 64, renewal, around=True)
+    assert raw.pttl(Keys(transport.run).lease) > 900_000
+
+
+def test_a_write_sends_what_has_changed_of_a_large_state(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    accounts = {f"island-{number}": [number, "x" * 300] for number in range(1000)}
+    sent, text = [], ""
+    for number in range(3):
+        accounts["island-7"] = [number, "y"]
+        text = json.dumps({"accounts": accounts, "digest": f"{number}"}, sort_keys=True)
+        before = raw.info("stats")["total_net_input_bytes"]
+        transport.merger.refuse(epoch, [], text, {})
+        sent.append(raw.info("stats")["total_net_input_bytes"] - before)
+    assert transport.reader.merger_state() == text
+    assert sent[0] > 300_000 > 20_000 > sent[2]
 
 
 def test_many_entries_are_counted_correctly(transport: RedisTransport, epoch: int) -> None:
