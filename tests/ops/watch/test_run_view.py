@@ -60,7 +60,8 @@ def test_the_run_matches_a_calculation_by_hand() -> None:
     assert (VIEW.run, VIEW.parameters, VIEW.fragments) == ("sample", 64, 2)
     assert (VIEW.rounds, VIEW.step, VIEW.steps) == (4, 40, MANIFEST.config.inner.steps)
     shorter = {"inner.steps": "30"}
-    assert summarise(MANIFEST, TAPE, [], COUNTERS, control=shorter).steps == 40, "it has made more already"
+    cut = summarise(MANIFEST, TAPE, [], COUNTERS, control=shorter)
+    assert (cut.steps, cut.unfinished) == (40, False), "it has made more already"
     assert (VIEW.known, VIEW.live, VIEW.participating) == (5, 3, 1)  # a, c and e are live, and only a was merged.
     assert VIEW.contributions_per_round == (1 + 2 + 0 + 3) / 4
     assert VIEW.grace_seconds == pytest.approx(0.2)
