@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -113,6 +114,13 @@ def test_no_source_imports_a_folder_by_its_bare_name_or_executes_data_as_code() 
     for package in [*MAY_IMPORT, "tests"]:
         for path, modules in sources(package).items():
             assert not tops(modules) & (set(MAY_IMPORT) | UNSAFE), path
+
+
+def test_no_source_imports_a_private_module_of_another_package() -> None:
+    for package in MAY_IMPORT:
+        for path, modules in sources(package).items():
+            others = [module for module in modules if not module.startswith("archipelago.")]
+            assert not re.search(r"\._[a-z]", " ".join(others)), path
 
 
 def test_every_folder_is_installed() -> None:
