@@ -53,7 +53,7 @@ def setting_text(value: object) -> str:
 
 def is_given(flag: str) -> bool:
     """Return whether the user gave a flag on the command line. Its value alone does not tell: it may be the default."""
-    return any(arg == flag or arg.startswith(f"{flag}=") for arg in sys.argv[1:])
+    return any(arg.partition("=")[0].replace("_", "-") == flag for arg in sys.argv[1:])
 
 
 def to_toml(settings: RunConfig) -> str:

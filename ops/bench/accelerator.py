@@ -42,7 +42,7 @@ from archipelago.ops.bench.accelerator_processes import (
 )
 from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row
-from archipelago.ops.settings import say
+from archipelago.ops.settings import is_given, say
 
 Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra"]
 
@@ -94,14 +94,19 @@ def main(options: AcceleratorOptions) -> int:
     keep_compiled()
     if options.mesh is not None:
         parsed(options.mesh)
-    own = (config.model.size,) if config.model.size != ModelConfig().size else ()
-    sizes = options.sizes or own or (SIZES_QUICK if options.quick else SIZES)
+    sizes = sizes_of(options)
 
     from archipelago.islands.models.registry import build
 
     for size in sizes:
         build(ModelConfig(size))  # an unknown one is refused before anything is measured
     return finish("accelerator", accelerator(config, sizes, options), options)
+
+
+def sizes_of(options: AcceleratorOptions) -> tuple[str, ...]:
+    size = options.settings.model.size
+    own = (size,) if is_given("--model.size") or size != ModelConfig().size else ()
+    return options.sizes or own or (SIZES_QUICK if options.quick else SIZES)
 
 
 def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOptions) -> dict[str, Any]:
@@ -140,8 +145,8 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
 
 def settled(config: RunConfig, backend: str) -> RunConfig:
     """Return the config with a batch that suits the backend, unless one was given."""
-    data = config.data
-    if backend != "cpu" and data == MEASURED.data:
+    data, is_own = config.data, is_given("--data.batch-size") or is_given("--data.sequence-length")
+    if backend != "cpu" and data == MEASURED.data and not is_own:
         data = replace(data, batch_size=16, sequence_length=512)
     return replace(config, data=data, inner=replace(config.inner, steps=1 << 30))
 

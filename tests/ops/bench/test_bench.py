@@ -116,6 +116,15 @@ def test_batches_and_codecs_of_an_island_have_defaults_and_settings_win() -> Non
         assert (kept.model, kept.wire, kept.data) == (mine.model, mine.wire, mine.data)
 
 
+def test_a_size_and_a_batch_that_are_given_count_although_they_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for words in ([], ["--model.size", "tiny"], ["--data.batch_size=1"], ["--data.sequence-length", "64"]):
+        monkeypatch.setattr("sys.argv", ["archipelago", "bench", "accelerator", *words])
+        batch = accelerator.settled(accelerator.MEASURED, "gpu").data.batch_size
+        found.append((accelerator.sizes_of(accelerator.AcceleratorOptions()), batch))
+    assert found == [(accelerator.SIZES, 16), (("tiny",), 16), (accelerator.SIZES, 1), (accelerator.SIZES, 1)]
+
+
 # -- predictions of `largest` ------------------------------------------------------------------------------------------
 
 
