@@ -104,6 +104,7 @@ def main(options: AcceleratorOptions) -> int:
 
 
 def sizes_of(options: AcceleratorOptions) -> tuple[str, ...]:
+    """Return the names of the models to measure: those of `--sizes`, that of `--model.size`, or the usual ones."""
     size = options.settings.model.size
     own = (size,) if is_given("--model.size") or size != ModelConfig().size else ()
     return options.sizes or own or (SIZES_QUICK if options.quick else SIZES)
