@@ -85,8 +85,8 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
 
             yield _restored(stack.enter_context(fetched(source)), run, redacted(source), None)
         elif source is None or names_redis(source):
-            beside = Path(source or "").parent if Path(source or "").name == ADMIN_FILE else None
-            folder = beside if beside and (beside / "redis").is_dir() else None
+            file = Path(source or "")
+            folder = file.parent if file.name == ADMIN_FILE and (file.parent / "redis").is_dir() else None
             yield FoundRun(_connected(stack, source, run), folder, "its Redis", shown(source or ""))
         else:
             yield _in_folder(stack, _folder_of(source), run, starts_redis)
