@@ -60,7 +60,7 @@ class Computation:
         self._team = team
         self.replica = new_replica(manifest, templates, donates=True)
         self.inner: InnerState
-        self._fresh, self._length = fresh or partial(begin, inner), inner.steps
+        self._fresh = fresh or partial(begin, inner)
         bounds = NO_BOUNDS if has_own_optimizer else moment_bounds(inner)
         self.state = new_state(lambda: self.inner.optimizer, bounds)
 
@@ -100,12 +100,8 @@ class Computation:
         return jax.device_put(batches_n)  # `jnp.asarray` would compile a program for the transfer
 
     def _arguments(self, batches_n: Any, schedule_step: int, length: int) -> tuple[Any, ...]:
-        """Return the arguments of the inner steps after the state, on the devices.
-
-        The length of the run is one of them if it is not the config's, because that is another program.
-        """
-        changed = () if length == self._length else (self._scalar(length),)
-        return self._placed(batches_n), self._scalar(schedule_step), *changed
+        """Return the arguments of the inner steps after the state, on the devices."""
+        return self._placed(batches_n), self._scalar(schedule_step), self._scalar(length)
 
     def _scalar(self, value: int) -> jax.Array:
         return jax.device_put(np.int32(value)) if self.placement is None else self.placement.scalar(value)

@@ -29,22 +29,21 @@ class InnerState(NamedTuple):
     optimizer: optax.OptState
 
 
-#: Several inner steps as one program, as `compile_steps` returns it. A fourth argument is optional there.
+#: Several inner steps as one program, as `compile_steps` returns it.
 InnerSteps = Callable[..., tuple[InnerState, jax.Array]]
-#: From a state, gradients and the number of earlier steps, int32 [], to the next state. A fourth argument is optional.
+#: From a state, gradients, the number of earlier steps and the length of the run, int32 [] each, to the next state.
 Descent = Callable[..., InnerState]
 
 
-def learning_rate(config: InnerConfig, length: jax.Array | None = None) -> optax.Schedule:
+def learning_rate(config: InnerConfig, length: jax.Array | int) -> optax.Schedule:
     """Return the schedule over the global step: linear warm-up, then cosine decay to `final_share` of the peak.
 
     Args:
-        length: The length of the run, int32 [], if an operator has changed it. As an argument of the program, a further
-            change of it compiles nothing.
+        length: The length of the run, int32 []. As an argument of the program, a change of it compiles nothing.
     """
 
     def rate(count: Any) -> jax.Array:
-        end, step = (jnp.asarray(each, jnp.int32) for each in (config.steps if length is None else length, count))
+        end, step = (jnp.asarray(each, jnp.int32) for each in (length, count))
         warmup = jnp.minimum(config.warmup_steps, end - 1)
         start, peak = warmup.astype(jnp.float32), jnp.float32(config.peak)
         share = jnp.minimum(1.0, (step - warmup).astype(jnp.float32) / (end - warmup).astype(jnp.float32))
@@ -150,9 +149,7 @@ def descent(config: InnerConfig) -> Descent:
     """Return the second half: from the gradients of a batch, or an average of several, to the next state."""
     transformation = optimizer(config)
 
-    def descend(
-        state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array | None = None, /
-    ) -> InnerState:
+    def descend(state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array, /) -> InnerState:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
             updates, moments = transformation.update(gradients, state.optimizer, state.params)
             rate = learning_rate(config, length)(global_step) * _ramp(state.optimizer, config.moments_warmup_steps)
@@ -165,9 +162,9 @@ def compile_steps(model: Any, config: InnerConfig) -> InnerSteps:
     """Compile n inner steps as one scan. It compiles once for each n and donates the given state.
 
     Returns:
-        A function from a state, n batches such as tokens (uint8 or int32, [n, B, T + 1]) and the number of earlier
-        global steps (int32 []) to the next state and the losses of the n steps in nats, without auxiliary terms. A
-        fourth argument is the length of the run (int32 []) if an operator has changed it. That is another program.
+        A function from a state, n batches such as tokens (uint8 or int32, [n, B, T + 1]), the number of earlier global
+        steps and the length of the run (int32 [] each) to the next state and the losses of the n steps in nats,
+        without auxiliary terms.
     """
     return compiled_scan(accumulated(gradient(model), config.micro_batches), descent(config))
 
@@ -176,7 +173,7 @@ def compiled_scan(compute: Gradient, descend: Descent) -> InnerSteps:
     """Compile n inner steps, each from the gradients of a batch, as one scan (see `compile_steps`)."""
 
     def steps(
-        state: InnerState, batches_n: Any, global_step: jax.Array, length: jax.Array | None = None, /
+        state: InnerState, batches_n: Any, global_step: jax.Array, length: jax.Array, /
     ) -> tuple[InnerState, jax.Array]:
         def step(carry: tuple[InnerState, jax.Array], batch: Any) -> tuple[tuple[InnerState, jax.Array], jax.Array]:
             state, count = carry

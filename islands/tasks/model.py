@@ -103,9 +103,7 @@ class TaskModel:
     def descent(self) -> Descent:
         """Return the step of the user's optimiser. Its schedules follow the run's clock."""
 
-        def descend(
-            state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array | None = None, /
-        ) -> InnerState:
+        def descend(state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array, /) -> InnerState:
             structure = jax.tree.structure(jax.eval_shape(self._init_optimizer, state.params))
             before = at_step(jax.tree.unflatten(structure, state.optimizer), global_step)
             with jax.numpy_dtype_promotion("standard"):

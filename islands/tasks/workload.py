@@ -142,6 +142,6 @@ def require_trainable(work: Workload) -> None:
     batch = work.supply(TaskRun("check", 0)).sample(1)
     # The loss names itself where it fails. What remains is an optimiser whose new state is not like its old one.
     state, part = jax.eval_shape(work.begin, params), "optimizer" if work.model.has_own_optimizer else "loss"
-    work.named.call(part, jax.eval_shape, work.steps, state, batch, np.int32(0))
+    work.named.call(part, jax.eval_shape, work.steps, state, batch, np.int32(0), np.int32(1))
     if (evaluation := work.evaluation()) is not None:
         mean_of(evaluation(params))

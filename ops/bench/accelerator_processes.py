@@ -221,10 +221,10 @@ def plain(
     in_flight: jax.Array | None = None
     for at in range(0, count, scan_steps):
         if placement is None:
-            batch, number = jnp.asarray(batches(scan_steps)), jnp.asarray(at, jnp.int32)
+            batch, *clock = jnp.asarray(batches(scan_steps)), *(jnp.asarray(each, jnp.int32) for each in (at, count))
         else:  # as in an island: a number in another place would be another program
-            batch, number = placement.place_batches(batches(scan_steps)), placement.scalar(at)
-        state, losses_n = steps(state, batch, number)
+            batch, *clock = placement.place_batches(batches(scan_steps)), *map(placement.scalar, (at, count))
+        state, losses_n = steps(state, batch, *clock)
         if in_flight is not None:
             in_flight.block_until_ready()
         in_flight = losses_n

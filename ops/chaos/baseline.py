@@ -261,9 +261,11 @@ class DataParallelWorker:
         model = work.model
         descend = model.descent() if model.has_own_optimizer else descent(work.config.inner)
         self._gradient = jax.jit(lambda params, batch: ravel_pytree(model.gradient(params, batch)[0])[0])
-        self._descend = jax.jit(
-            lambda state, mean_N, n: descend(state, ravel_pytree(state.params)[1](mean_N), n), donate_argnums=0
-        )
+
+        def step(state: InnerState, mean_N: jax.Array, global_step: jax.Array, length: jax.Array) -> InnerState:
+            return descend(state, ravel_pytree(state.params)[1](mean_N), global_step, length)
+
+        self._descend = jax.jit(step, donate_argnums=0)
         self.load(0)
         self._descend_by(self.gradient())  # This compiles all programs before the group begins.
 
@@ -288,7 +290,8 @@ class DataParallelWorker:
         self.saved, self._saved_at = self._step, time.monotonic()
 
     def _descend_by(self, mean_N: Vector) -> None:
-        self.state = self._descend(self.state, jnp.asarray(mean_N), jnp.asarray(self._step, jnp.int32))
+        clock = (jnp.asarray(each, jnp.int32) for each in (self._step, self._work.config.inner.steps))
+        self.state = self._descend(self.state, jnp.asarray(mean_N), *clock)
 
     def load(self, step: int) -> None:
         """Continue from the checkpoint after that many steps; 0 for the first parameters."""

@@ -7,7 +7,6 @@ except that sums are taken in the order of one machine.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -89,9 +88,8 @@ def train(work: Workload, workers: int, steps: int, progress: Progress, params: 
     """Train with the global batch of `workers`, with the schedule stretched over `steps`, from the task's parameters
     or from `params`. Report each evaluation.
     """
-    if not work.model.has_own_optimizer:
-        work = work.changed(inner=dataclasses.replace(work.config.inner, steps=steps))
     config, model = work.config, work.model
+    length = config.inner.steps if model.has_own_optimizer else steps  # a user's schedule is by the clock of the run
     state = work.begin(model.init() if params is None else params)
     inner = work.steps if workers == 1 else compiled_steps(model, config.inner, workers)
     reader, point = Reader(work), scoring(work)
@@ -99,11 +97,11 @@ def train(work: Workload, workers: int, steps: int, progress: Progress, params: 
     marks = {round(chunks * (i + 1) / wanted) for i in range(wanted)}
     progress(point(0, state.params))
     for chunk in range(chunks):
-        clock = chunk * CHUNK_STEPS * config.inner.steps // steps  # a user's schedule is by the clock of the run
+        clock = jnp.asarray(chunk * CHUNK_STEPS * length // steps, jnp.int32)
         batches = reader.next(CHUNK_STEPS * workers)
         if workers > 1:
             batches = jax.tree.map(lambda x: x.reshape(CHUNK_STEPS, workers, *x.shape[1:]), batches)
-        state, _ = inner(state, jax.device_put(batches), jnp.asarray(clock, jnp.int32))
+        state, _ = inner(state, jax.device_put(batches), clock, jnp.asarray(length, jnp.int32))
         if chunk + 1 in marks:
             progress(point(reader.tokens, state.params))
 

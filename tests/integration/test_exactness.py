@@ -39,7 +39,7 @@ def plain_training() -> Params:
     endless = (ReadPosition(name, pass_number, 0) for pass_number in count() for name in order)
     batches = Batches(TEXT, PLAIN, lambda: next(endless))
     for step in range(STEPS):
-        state, _ = made.steps(state, jnp.asarray(batches.next(1)), jnp.asarray(step, jnp.int32))
+        state, _ = made.steps(state, jnp.asarray(batches.next(1)), jnp.int32(step), jnp.int32(STEPS))
     return state.params
 
 

@@ -69,7 +69,7 @@ def steps_by(config: InnerConfig) -> InnerSteps:
 
 def run(config: InnerConfig, tokens_nxBxT1: NDArray[Any], global_step: int = 0) -> tuple[InnerState, list[float]]:
     tokens, step = jnp.asarray(tokens_nxBxT1), jnp.asarray(global_step, jnp.int32)
-    state, losses_n = steps_by(config)(begin(config, fresh()), tokens, step)
+    state, losses_n = steps_by(config)(begin(config, fresh()), tokens, step, np.int32(config.steps))
     return state, losses_n.tolist()
 
 
@@ -112,10 +112,10 @@ class Reference:
 
 def test_warm_up_and_cosine_by_hand() -> None:
     """A fifth of the peak comes first, so that the first of 4 warm-up steps has an effect; 0.055 is half-way down."""
-    schedule = learning_rate(CONFIG)
+    schedule = learning_rate(CONFIG, CONFIG.steps)
     rates = {0: 0.02, 2: 0.06, 4: 0.1, 7: 0.055, 10: 0.01, 1000: 0.01}
     assert {step: float(schedule(step)) for step in rates} == pytest.approx(rates, rel=1e-6)
-    assert float(learning_rate(replace(CONFIG, warmup_steps=0))(0)) == pytest.approx(0.1)
+    assert float(learning_rate(replace(CONFIG, warmup_steps=0), CONFIG.steps)(0)) == pytest.approx(0.1)
 
 
 # -- the step ------------------------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ def test_a_scan_equals_the_same_number_of_steps(optimizer: str) -> None:
     state, singles, ramp = begin(config, fresh()), [], []
     for n in range(len(TOKENS_nxBxT1)):
         ramp.append(float(_ramp(state.optimizer, config.moments_warmup_steps)))
-        step = jnp.asarray(2 + n, jnp.int32)
-        state, losses_n = steps_by(config)(state, jnp.asarray(TOKENS_nxBxT1[n : n + 1]), step)
+        batch, clock = jnp.asarray(TOKENS_nxBxT1[n : n + 1]), (jnp.int32(2 + n), jnp.int32(config.steps))
+        state, losses_n = steps_by(config)(state, batch, *clock)
         singles += losses_n.tolist()
     assert ramp == pytest.approx([1, 1, 1, 1] if optimizer == "adamw" else [1 / 3, 2 / 3, 1, 1])
     assert {int(count) for count in counts(state.optimizer)} == {4}
@@ -172,7 +172,7 @@ def test_steps_compile_once_for_each_length_and_donate_the_given_state() -> None
     traces = []
     for n, global_step in [(1, 0), (1, 1), (1, 5000), (3, 2), (3, 7), (1, 3)]:
         before = state
-        state, _ = steps(state, jnp.asarray(TOKENS_nxBxT1[:n]), jnp.asarray(global_step, jnp.int32))
+        state, _ = steps(state, jnp.asarray(TOKENS_nxBxT1[:n]), np.int32(global_step), np.int32(CONFIG.steps))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
         traces.append(quadratic.traces)
     first, second = traces[0], traces[3] - traces[0]
@@ -224,7 +224,7 @@ def test_a_penalty_is_minimised_and_not_reported() -> None:
     config = replace(CONFIG, clip_norm=0.0)
     batch, step = jnp.asarray(TOKENS_nxBxT1[:1]), jnp.asarray(0, jnp.int32)
     steps = compile_steps(quadratic.model._replace(loss_and_penalty=penalised), config)
-    state, losses_n = steps(begin(config, fresh()), batch, step)
+    state, losses_n = steps(begin(config, fresh()), batch, step, np.int32(config.steps))
     plain, plain_losses = run(config, TOKENS_nxBxT1[:1])
     assert losses_n.tolist() == pytest.approx(plain_losses)
     first, without = (optax.tree_utils.tree_get(s.optimizer, "mu") for s in (state, plain))

@@ -16,7 +16,7 @@ from tests.harness import tiny
 def test_the_exported_learning_rate_is_that_of_the_inner_step() -> None:
     for warmup_steps in (0, 1, 7, 1000):
         config = InnerConfig(steps=100, learning_rate=0.5, warmup_steps=warmup_steps, final_share=0.25)
-        schedule = inner.learning_rate(config)
+        schedule = inner.learning_rate(config, config.steps)
         for step in (0, 1, 6, 7, 8, 50, 99, 100, 150):
             with jax.numpy_dtype_promotion("standard"):  # as the inner step computes it
                 expected = float(schedule(jnp.asarray(step, jnp.int32)))

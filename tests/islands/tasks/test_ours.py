@@ -30,7 +30,7 @@ def test_the_program_of_an_island_is_that_of_its_model(size: str) -> None:
     assert work.model.tensors == model.tensors
     state, batch = work.begin(work.model.init()), work.supply(TaskRun("a", 1)).sample(2)
     own, wanted = (
-        steps.lower(state, batch, np.int32(0)).as_text()  # type: ignore[attr-defined]
+        steps.lower(state, batch, np.int32(0), np.int32(1)).as_text()  # type: ignore[attr-defined]
         for steps in (work.steps, compile_steps(model, config.inner))
     )
     assert own == wanted

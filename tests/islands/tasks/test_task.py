@@ -60,9 +60,9 @@ def test_a_schedule_of_the_users_optimiser_follows_the_clock_of_the_run() -> Non
     params = model.init()
     ones = {name: jnp.ones_like(leaf) for name, leaf in params.items()}
     state = model.first_state(params)
-    state = model.descent()(InnerState(params, state.optimizer), ones, jnp.int32(100))
+    state = model.descent()(InnerState(params, state.optimizer), ones, jnp.int32(100), jnp.int32(1))
     np.testing.assert_array_equal(state.params["layers.0.kernel"], params["layers.0.kernel"] + 100)
-    state = model.descent()(state, ones, jnp.int32(3))
+    state = model.descent()(state, ones, jnp.int32(3), jnp.int32(1))
     np.testing.assert_array_equal(state.params["layers.0.kernel"], params["layers.0.kernel"] + 104.5)
 
 

@@ -194,7 +194,7 @@ def test_a_llama_makes_the_steps_of_our_worker(corpus: OpenCorpus) -> None:
     made = [training.step(step) for step in range(8)]
     state = begin(SMALL.inner, first)
     tokens = batches().next(8)
-    state, losses = compiled(SMALL)(state, jnp.asarray(tokens), jnp.int32(0))
+    state, losses = compiled(SMALL)(state, jnp.asarray(tokens), jnp.int32(0), jnp.int32(SMALL.inner.steps))
     assert [loss for _, loss in made] == pytest.approx(np.asarray(losses).tolist(), rel=1e-5)
     assert sum(count for count, _ in made) == tokens[..., 1:].size
     for name, tensor in named.items():
