@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.process import Patience
+from archipelago.broker.process import Patience, compiled_once
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
@@ -91,7 +91,8 @@ class PreparedIsland:
         """Build an island from the run's snapshots and warm it up. Its link never starts, so no peer hears of it."""
         link = Link(transport, self.manifest, "", ())
         island = self.island(REHEARSING, "", link, awaited(link.join), scan_steps)
-        island.warm_up()
+        with compiled_once(self.manifest.config.digest()):
+            island.warm_up()
         del island, link
         gc.collect()  # frees the model and its device memory
 
