@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import archipelago
+from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import pytorch
@@ -93,15 +94,24 @@ class Run:
         archipelago.pytorch.create(url, self.name, Network(), steps=steps, sync=SYNC)
         self.reader = connect(url, self.name).reader
 
-    def start(self, kind: str, *launcher: str) -> Any:
+    def start(self, kind: str) -> Any:
         """Start a script as a user does."""
-        return self.processes.python(*launcher, SCRIPT, *self._arguments(kind))
+        return self.processes.python(SCRIPT, *self._arguments(kind))
 
-    def fork(self, forks: Forks, kind: str) -> Forked:
-        """Start a script from a process that has loaded the trainers."""
+    def fork(self, forks: Forks, kind: str, **environment: object) -> Forked:
+        """Start a script, in this environment, from a process that has loaded the trainers."""
         log = self.processes.folder / f"forked-{len(self.forked)}"
-        self.forked.append(Forked(forks, log, *self._arguments(kind)))
+        variables = (f"{name}={value}" for name, value in environment.items())
+        self.forked.append(Forked(forks, log, *variables, *self._arguments(kind)))
         return self.forked[-1]
+
+    def fork_two(self, forks: Forks, kind: str) -> list[Forked]:
+        """Start two processes of a script, as `torchrun` does."""
+        every = {
+            "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": free_port(),
+            "TORCHELASTIC_RUN_ID": self.name,
+        }  # fmt: skip
+        return [self.fork(forks, kind, RANK=rank, LOCAL_RANK=rank, **every) for rank in range(2)]
 
     def _arguments(self, kind: str) -> list[str]:
         return [kind, self.url, self.name, kind, str(self.steps)]
@@ -196,18 +206,20 @@ def test_signals_and_exceptions_leave_as_in_a_script(run: Run, forks: Forks, unt
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_two_processes_of_a_trainer_are_one_island(run: Run, until: Until, kind: str) -> None:
+def test_two_processes_of_a_trainer_are_one_island(run: Run, forks: Forks, until: Until, kind: str) -> None:
     archipelago.pytorch.create(run.url, run.name + SPLIT, Network(), steps=SPLIT_STEPS, sync=SYNC)
     with served(run.url, run.name) as merger, served(run.url, run.name + SPLIT) as other:
-        process = run.start(kind, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        started = run.fork_two(forks, kind)
         until(lambda: run.reader.counters().merged > 4, "its contributions")
         assert set(run.live()) == {kind}
         run.shorten()
-        printed = run.processes.ended(process)
+        printed = "".join(each.ended() for each in started)
         values, split = merged_by(merger), merged_by(other)
     assert same(printed, values), "of DistributedDataParallel"
     assert same(printed, split, "split"), "of FSDP2"
     assert printed.count("weights") == 2
-    assert not re.findall(r"[^\r\n]\d\d:\d\d:\d\d archipelago", run.processes.said(process)), "lines go above bars"
+    assert not re.findall(r"[^\r\n]\d\d:\d\d:\d\d archipelago", "".join(each.said()[1] for each in started)), (
+        "lines go above bars"
+    )
     (beat,) = run.reader.presences()
     assert beat.heartbeat.tokens % 16 == 0

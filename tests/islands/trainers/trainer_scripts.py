@@ -1,7 +1,7 @@
 """A script of each kind that trains one small model.
 
-The arguments are its kind, the URL, the run, the island and the steps. `torchrun` makes several processes one island.
-Without arguments it loads all trainers, and then forks a script for each line of stdin (`forked`).
+The arguments are its kind, the URL, the run, the island and the steps. With the variables of `torchrun`, several
+processes are one island. Without arguments it loads all trainers, and forks a script for each line of stdin (`forked`).
 
 All kinds train the same tensors on the same data, so that they can share a run. A script ends by printing what its
 trainer knows, as JSON. Several processes then train the run `NAME-split` too, with a model that FSDP2 splits.
@@ -29,7 +29,6 @@ from archipelago import SyncConfig
 SYNC = SyncConfig(interval=8, fragments=2)
 #: The end of the name of a run that FSDP2 trains, and its length.
 SPLIT, SPLIT_STEPS = "-split", 100
-PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 #: How long a script rests after each forward pass. Without it, scripts that train take all cores from other tests.
 REST_SECONDS = 0.02 if __name__ == "__main__" else 0.0
 TEACHER = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -63,6 +62,10 @@ def examples(count: int = 512) -> list[dict[str, Any]]:
 
 def loader(count: int = 512) -> Any:
     return torch.utils.data.DataLoader(examples(count), batch_size=8, shuffle=True)
+
+
+def processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def overflowing(model: Any) -> Any:
@@ -133,9 +136,9 @@ def lightning(url: str, run: str, island: str, steps: int) -> dict[str, Any]:
     from archipelago.lightning import ArchipelagoCallback
 
     callback = ArchipelagoCallback(url, run, steps=steps, sync=SYNC, island=island)
-    split = ModelParallelStrategy(data_parallel_size=PROCESSES, tensor_parallel_size=1)
+    split = ModelParallelStrategy(data_parallel_size=processes(), tensor_parallel_size=1)
     trainer = Trainer(
-        callbacks=[callback], accelerator="cpu", devices=PROCESSES, max_epochs=1,
+        callbacks=[callback], accelerator="cpu", devices=processes(), max_epochs=1,
         strategy=split if run.endswith(SPLIT) else "auto",
         logger=False, enable_checkpointing=False, enable_model_summary=False, default_root_dir=tempfile.mkdtemp(),
     )  # fmt: skip
@@ -207,7 +210,7 @@ KINDS = {each.__name__: each for each in (transformers, lightning, accelerate, p
 
 
 def forked() -> list[str]:
-    """Load all trainers, fork a script for each line `start LOG ARGUMENTS`, and return its arguments there.
+    """Load all trainers, fork a script for each line `start LOG VARIABLES ARGUMENTS`, and return its arguments there.
 
     The answer to that line is the script's process id; that to a line `wait PROCESS` is its exit status, when it has
     ended. Loading takes longer than all else that a short script does. A script goes on from here as if it had loaded
@@ -219,10 +222,11 @@ def forked() -> list[str]:
         if verb == "wait":
             answer = os.waitstatus_to_exitcode(os.waitpid(int(words[0]), 0)[1])
         elif not (answer := os.fork()):
-            log, *arguments = words
+            log, *words = words
+            os.environ.update((name, value) for name, sign, value in (word.partition("=") for word in words) if sign)
             for descriptor, path in enumerate((os.devnull, f"{log}.out", f"{log}.err")):
                 os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-            return arguments
+            return [word for word in words if "=" not in word]
         print(answer, flush=True)  # noqa: T201
     sys.exit()
 
@@ -231,6 +235,6 @@ if __name__ == "__main__":
     kind, url, run, island, steps = sys.argv[1:] or forked()
     torch.set_num_threads(1)
     found = KINDS[kind](url, run, island, int(steps))
-    if PROCESSES > 1:
+    if processes() > 1:
         found["split"] = KINDS[kind](url, run + SPLIT, island, SPLIT_STEPS)["weights"]
     print(json.dumps(found), flush=True)  # noqa: T201
