@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +98,20 @@ class Run:
         """Start a script as a user does."""
         return self.processes.python(SCRIPT, *self._arguments(kind))
 
-    def fork(self, forks: Forks, kind: str, **environment: object) -> Forked:
-        """Start a script, in this environment, from a process that has loaded the trainers."""
+    def fork(self, forks: Forks, kind: str, island: str = "", variables: Sequence[str] = ()) -> Forked:
+        """Start a script, with variables of its environment, from a process that has loaded the trainers."""
         log = self.processes.folder / f"forked-{len(self.forked)}"
-        variables = (f"{name}={value}" for name, value in environment.items())
-        self.forked.append(Forked(forks, log, *variables, *self._arguments(kind)))
+        self.forked.append(Forked(forks, log, *variables, *self._arguments(kind, island)))
         return self.forked[-1]
 
     def fork_two(self, forks: Forks, kind: str) -> list[Forked]:
         """Start two processes of a script, as `torchrun` does."""
-        every = {
-            "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": free_port(),
-            "TORCHELASTIC_RUN_ID": self.name,
-        }  # fmt: skip
-        return [self.fork(forks, kind, RANK=rank, LOCAL_RANK=rank, **every) for rank in range(2)]
+        place = (f"MASTER_ADDR={LOOPBACK}", f"MASTER_PORT={free_port()}", f"TORCHELASTIC_RUN_ID={self.name}")
+        sizes = ("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", *place)
+        return [self.fork(forks, kind, variables=(*sizes, f"RANK={n}", f"LOCAL_RANK={n}")) for n in range(2)]
 
-    def _arguments(self, kind: str) -> list[str]:
-        return [kind, self.url, self.name, kind, str(self.steps)]
+    def _arguments(self, kind: str, island: str = "") -> list[str]:
+        return [kind, self.url, self.name, island or kind, str(self.steps)]
 
     def end(self) -> None:
         """End all scripts. pytest shows what they said beside a test that failed."""
@@ -183,10 +180,12 @@ def test_one_run_of_all_kinds_survives_a_kill_of_each(run: Run, forks: Forks, un
 
 
 def test_signals_and_exceptions_leave_as_in_a_script(run: Run, forks: Forks, until: Until) -> None:
+    """Two islands of each kind train together, and then one of each."""
     with served(run.url, run.name):
-        for sent in (signal.SIGTERM, signal.SIGINT):
-            started = {kind: run.fork(forks, kind) for kind in TRAINERS}
-            until(lambda: set(run.live()) == set(TRAINERS), "all islands to train")
+        for sent, each_kind in ((signal.SIGTERM, "ab"), (signal.SIGINT, "a")):
+            names = [(kind, f"{kind}-{letter}") for kind in TRAINERS for letter in each_kind]
+            started = {name: run.fork(forks, kind, name) for kind, name in names}
+            until(lambda started=started: set(run.live()) == set(started), "all islands to train")
             merged = run.reader.counters().merged
             until(lambda merged=merged: run.reader.counters().merged > merged + 4, "their contributions")
             for script in started.values():
@@ -218,8 +217,7 @@ def test_two_processes_of_a_trainer_are_one_island(run: Run, forks: Forks, until
     assert same(printed, values), "of DistributedDataParallel"
     assert same(printed, split, "split"), "of FSDP2"
     assert printed.count("weights") == 2
-    assert not re.findall(r"[^\r\n]\d\d:\d\d:\d\d archipelago", "".join(each.said()[1] for each in started)), (
-        "lines go above bars"
-    )
+    said = "".join(each.said()[1] for each in started)
+    assert not re.findall(r"[^\r\n]\d\d:\d\d:\d\d archipelago", said), "lines go above bars"
     (beat,) = run.reader.presences()
     assert beat.heartbeat.tokens % 16 == 0
