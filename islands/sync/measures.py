@@ -183,9 +183,7 @@ class Uplink:
             at_hand_seconds: The time until the next contribution is due; 0 if unknown.
         """
         needed = encoded_bytes * self.seconds_a_byte
-        if encoded_bytes < SMALL_BYTES:
-            self.thin = False
-        elif needed > at_hand_seconds > 0.0:
+        if needed > at_hand_seconds > 0.0:
             self.thin = True
         elif needed < RECOVERY_SHARE * at_hand_seconds:
             self.thin = False

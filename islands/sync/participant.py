@@ -95,7 +95,6 @@ class Participant:
         link.giver.is_willing = self.optimizer.copies is not None
         link.heartbeats.stall_seconds = self.speed.stall_seconds
         self._replica, self._ranges, self._on_marker, self._diverged_max = replica, ranges, on_marker, diverged_max
-        self._thin = config.thin
         self._payload_sizes = [codec(config.wire.up).encoded_size(elements) for elements in manifest.sizes]
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
         self.unserved_steps = 0
@@ -298,8 +297,8 @@ class Participant:
     def _codec(self, p: int) -> str:
         """Return the run's codec, or the thin one if a payload of the run's would take longer than a stride to send."""
         stride_seconds = self.speed.step_seconds * self.config.sync.interval / len(self.manifest.fragments)
-        is_full = not self._thin or self.link.uplink.fits(self._payload_sizes[p], stride_seconds)
-        return self.config.wire.up if is_full else self._thin
+        full, *thin = self.manifest.codecs(p)
+        return thin[0] if thin and not self.link.uplink.fits(self._payload_sizes[p], stride_seconds) else full
 
     def beat(self, state: str) -> None:
         """Update the next heartbeat, unless it is nearly as new."""

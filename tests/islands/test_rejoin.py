@@ -151,9 +151,9 @@ def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, 
     seen: list[int] = []
     step = island.computation.steps
 
-    def noted(state: Any, tokens: jax.Array, global_step: jax.Array) -> Any:
+    def noted(state: Any, tokens: jax.Array, global_step: jax.Array, length: jax.Array) -> Any:
         seen.append(int(global_step))
-        return step(state, tokens, global_step)
+        return step(state, tokens, global_step, length)
 
     island.computation.steps = noted
     island.advance()

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from archipelago.broker import manifest as manifest_module
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.manifest import SMALL_BYTES
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.outbox import Draft
@@ -24,7 +26,7 @@ from tests.harness import tiny
 from tests.harness.tiny import TinyRun
 
 
-def diverging(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
+def diverging(state: InnerState, *_: jax.Array) -> tuple[InnerState, jax.Array]:
     spoilt = {name: value * jnp.nan for name, value in state.params.items()}
     return state._replace(params=spoilt), jnp.full(1, jnp.inf)
 
@@ -65,15 +67,18 @@ def test_each_checkpoint_of_the_merger_is_told_once() -> None:
 # -- what it sends --------------------------------------------------------------------------------------------------
 
 
-def test_only_an_island_that_keeps_what_a_codec_leaves_out_uses_a_thin_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thin_codec_is_used_for_large_fragments_where_what_it_leaves_out_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Uplink, "fits", lambda *_: False)
-    for rule, codec in (("carry", "int4"), ("overwrite", "bfloat16")):
+    for rule, small, codec in (("carry", 0, "int4"), ("overwrite", 0, "bfloat16"), ("carry", SMALL_BYTES, "bfloat16")):
+        monkeypatch.setattr(manifest_module, "SMALL_BYTES", small)
         sent: list[Draft] = []
         run = TinyRun(tiny.manifest(config=replace(tiny.CONFIG, adopt=AdoptConfig(rule))))  # type: ignore[arg-type]
         island = run.island()
         monkeypatch.setattr(island.link, "send", sent.append)
         run.play(island, 8)
-        assert {draft.header.codec for draft in sent} == {codec}, rule
+        assert {draft.header.codec for draft in sent} == {codec}, (rule, small)
 
 
 def test_a_snapshot_whose_adoption_fails_is_adopted_later(monkeypatch: pytest.MonkeyPatch) -> None:

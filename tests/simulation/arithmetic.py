@@ -141,7 +141,7 @@ def _begin(config: InnerConfig, params: dict[str, Any]) -> InnerState:
     return InnerState(params, np.zeros(4, np.float32))
 
 
-def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any) -> tuple[InnerState, Any]:
+def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any, length: Any) -> tuple[InnerState, Any]:
     """Stand in for an inner step: the parameters move a little, depending on the step and the text."""
     shift = np.float32(1e-3 * math.cos(int(global_step) + int(tokens_nxBxT1[0, 0, 0])))
     params = {name: value + shift for name, value in state.params.items()}

@@ -44,7 +44,7 @@ def trained(steps: int = 3) -> Any:
     """Return optimiser state after some steps."""
     state = begin(tiny.CONFIG.inner, fresh())
     batches = jnp.asarray(np.arange(steps * 10, dtype=np.uint8).reshape(steps, 2, 5))
-    return tiny.STEPS(state, batches, jnp.asarray(0, jnp.int32))[0].optimizer
+    return tiny.STEPS(state, batches, jnp.int32(0), jnp.int32(tiny.CONFIG.inner.steps))[0].optimizer
 
 
 def held(state: Any, bounds: recovery.MomentBounds = recovery.NO_BOUNDS) -> LoopState:
