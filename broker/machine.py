@@ -94,7 +94,7 @@ def has_ended(pid: int) -> bool:
 def processor() -> str:
     """Return the model of the processor; empty if it cannot be found out."""
     if sys.platform == "darwin":
-        return _answer_of(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"])
+        return answer_of(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"])
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -103,7 +103,8 @@ def processor() -> str:
     return " ".join(named[0].split()) if named else ""
 
 
-def _answer_of(command: list[str]) -> str:
+def answer_of(command: list[str]) -> str:
+    """Return what a command prints; empty if it does not run or takes longer than 5 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import finite, print_json
+from archipelago.ops.bench.provenance import provenance
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.formatting import new_table
 
@@ -71,7 +72,8 @@ class OutputOptions:
 
 
 def finish(name: str, found: Mapping[str, Any], options: OutputOptions) -> int:
-    """Write `NAME.json`, and print the same as JSON or as a table. Return the exit status 0."""
+    """Write `NAME.json` with its provenance, and print the same as JSON or as a table. Return the exit status 0."""
+    found = {**found, "provenance": provenance()}
     make_untracked(options.output)
     path = options.output / f"{name}.json"
     path.write_text(json.dumps(finite(found), indent=2) + "\n", encoding="utf-8")

@@ -223,7 +223,7 @@ def run(study: Study, folder: Path, known: Callable[[], Mapping[str, Record]]) -
     path = folder / f"{study.name}.jsonl"
     for trial in unmeasured(study.trials, path, known):
         record = measure(trial)
-        append(path, finite({**record, "command": f"archipelago bench study {study.name}"}))
+        append(path, finite(record))
         done += 1
         minutes = (time.monotonic() - began) / done * (left - done) / 60
         say(f"{done}/{left}  {in_words(trial, record, varied)}  {record['seconds']:.0f} s, {minutes:.0f} min left")

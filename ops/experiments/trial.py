@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.machine import require_extra
-from archipelago.broker.manifest import installed_versions
+from archipelago.ops.bench.provenance import provenance
 from archipelago.ops.launch.init import workload_of
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def measure(
         "cpu_seconds": round(time.process_time() - used, 2),
         **found,
         "curve": [[p.tokens, round(p.bits_per_byte, 5) if math.isfinite(p.bits_per_byte) else None] for p in points],
-        "versions": installed_versions(),
+        "provenance": provenance(),
     }
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import cast
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
 from archipelago.broker.config import ModelConfig, RunConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError
-from archipelago.ops.bench import accelerator, largest, wire
+from archipelago.ops.bench import accelerator, largest, provenance, wire
 from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn, TorchTurns
 from archipelago.ops.bench.merge import _BareNesterov, timed_row
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
 from archipelago.ops.bench.sync import Synced, SyncOptions, Torchft, TwoIslands
+from archipelago.ops.launch.devices import Accelerators
 from tests.failing import failing
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -53,7 +58,36 @@ def test_a_result_is_written_as_json(tmp_path: Path) -> None:
     options = OutputOptions(output=tmp_path)
     rows = [WIRE_ROW, WIRE_ROW | {"goal": ""}]
     assert finish("wire", {"rows": rows}, options) == 0
-    assert json.loads((tmp_path / "wire.json").read_text(encoding="utf-8"))["rows"] == rows
+    written = json.loads((tmp_path / "wire.json").read_text(encoding="utf-8"))
+    assert (written["rows"], written["provenance"].keys()) == (rows, provenance.provenance().keys())
+
+
+def test_provenance_names_the_command_the_commit_and_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/archipelago", "bench", "wire", "--output", "a b"])
+    found = provenance.provenance()
+    assert found["command"] == "archipelago bench wire --output 'a b'"
+    assert datetime.fromisoformat(found["date"]).utcoffset() == timedelta(0)
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["device"] == f"{jax.device_count()} × cpu"
+    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.setattr(provenance, "accelerators", lambda: Accelerators("cuda", ("0", "1"), "H100"))
+    assert provenance.provenance()["device"] == "2 × H100"
+
+
+def test_a_commit_is_that_of_a_checkout_of_ours(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    (tmp_path / "file").write_text("first")
+    (tmp_path / "venv").mkdir()
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--message", "a"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]
+    assert provenance.commit.__wrapped__(tmp_path) == head
+    (tmp_path / "file").write_text("changed")
+    assert provenance.commit.__wrapped__(tmp_path) == f"{head}-dirty"
+    assert provenance.commit.__wrapped__(tmp_path / "venv") == "", "an installation in another repository"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

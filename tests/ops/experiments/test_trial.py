@@ -77,6 +77,7 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
 
         found = measure(trial_of(data__corpus="small-text"), play=diverges)
         assert (found["diverged"], found["bits_per_byte"]) == (True, None), last
+        assert found["provenance"]["versions"].keys() >= {"jax"}
         json.dumps(found, allow_nan=False)
 
 
