@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def train(work: Workload, workers: int, steps: int, progress: Progress, params: 
             batches = jax.tree.map(lambda x: x.reshape(CHUNK_STEPS, workers, *x.shape[1:]), batches)
         state, _ = inner(state, jax.device_put(batches), clock, jnp.asarray(length, jnp.int32))
         if chunk + 1 in marks:
-            progress(point(reader.tokens, state.params))
+            progress(replace(point(reader.tokens, state.params), share=(chunk + 1) / chunks))
 
 
 def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:

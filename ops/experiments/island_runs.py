@@ -82,18 +82,18 @@ def play(
     config = run.manifest.config
     honest = [island for name, island in run.islands.items() if name not in hostile]
 
-    def note() -> None:
+    def note(share: float) -> None:
         tokens = sum(island.totals.tokens for island in honest)  # also of those that have left
-        progress(point(tokens, published(run.transport, run.manifest)[0]))
+        progress(dataclasses.replace(point(tokens, published(run.transport, run.manifest)[0]), share=share))
 
-    note()
+    note(0.0)
     marks = evaluations(config)
     for mark in range(1, marks):
         due = config.inner.steps * mark // marks
         run.advance_until(lambda due=due: run.merger.state.step >= due)  # type: ignore[misc]
-        note()
+        note(mark / marks)
     run.finish()
-    note()
+    note(1.0)
     return run
 
 

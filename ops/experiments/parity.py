@@ -4,7 +4,8 @@ Everything but the wall clock is exact: real islands, a real merger, and the rea
 step times are simulated. With one seed, a difference below about one per cent means little.
 
 Each trial is one line of a file, with its curve, and is never run again. So a comparison that takes long can be made in
-several calls: each one runs what is left, in the order of ARMS, and shows all that there is.
+several calls: each one runs what is left, in the order of ARMS, and shows all that there is. A trial that is cut is
+shown with the share that is done, and compared with others at its own number of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,11 +28,11 @@ from archipelago.broker.config import flat as config_values
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import LossUnit, loss_unit
-from archipelago.broker.process import finite, keep_compiled
+from archipelago.broker.process import keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.study import append, records, trials_of, unmeasured
-from archipelago.ops.experiments.trial import ISLANDS_MAX, CurvePoint, Record, Trial, TrialRow, key_of, measure
+from archipelago.ops.experiments.study import SAME_TOKENS, measured, records, trials_of, unfinished, unmeasured
+from archipelago.ops.experiments.trial import ISLANDS_MAX, Record, Trial, TrialRow, key_of
 from archipelago.ops.launch.init import trainable
 from archipelago.ops.settings import is_given, say
 
@@ -74,6 +76,10 @@ FEW: tuple[ArmName, ...] = ("parallel", "islands")
 DEFAULT: tuple[ArmName, ...] = tuple(name for name, arm in ARMS.items() if "frameworks" not in arm)
 
 
+class _TimeOverError(Exception):
+    """The time of `--minutes` is over."""
+
+
 @dataclass(frozen=True)
 class ParityOptions(OutputOptions):
     """Compare losses at equal tokens, in virtual time: islands with data-parallel training, and other ways to merge.
@@ -97,7 +103,8 @@ class ParityOptions(OutputOptions):
     seeds: tuple[int, ...] = ()
     """The seeds to take means and spreads over, such as 0 1 2. The default is the settings' own."""
     minutes: float = math.inf
-    """Begin no trial after this time. The same command goes on later."""
+    """Begin no trial after this time, and end the one that runs at its next evaluation. The same command goes on later;
+    what was ended begins anew, so give it more time than a trial takes. With 0 it shows the results so far."""
     config: Path | None = None
     """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
@@ -144,7 +151,7 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     """
     work.require_evaluation()
     plan, task = list(_planned(work, options)), work.named.name or work.config.model.size
-    unit, path, began = loss_unit(work.named.data), options.output / "parity" / f"{task}.jsonl", time.monotonic()
+    unit, path = loss_unit(work.named.data), options.output / "parity" / f"{task}.jsonl"
     make_untracked(options.output)
     path.parent.mkdir(exist_ok=True)
 
@@ -153,26 +160,57 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
 
     earlier = known()
     kept = sum(trial.key in earlier for _, trial in plan)
-    names = {trial: f"{place}, seed {trial.seed}" for place, trial in plan}
-    for trial in unmeasured([*names], path, known):
-        if time.monotonic() - began >= 60 * options.minutes:
-            break
-        of_trial = work.of(work.named.under(trial.config), trial.config)
-        append(path, finite(measure(trial, of_trial, progress=partial(_say, names[trial], unit))))
-    measured, found = known(), defaultdict[Place, list[Record]](list)
+    _run_left(work, options, plan, path, known)
+    ended, found, cut = known(), defaultdict[Place, list[Record]](list), defaultdict[Place, list[Record]](list)
     for place, trial in plan:
-        found[place] += [record] if (record := measured.get(trial.key)) else []
+        if record := ended.get(trial.key):
+            found[place].append(record)
+        elif record := unfinished(path, trial):
+            cut[place].append(record)
     left = len(plan) - sum(map(len, found.values()))
     if kept:
         say(f"{kept} of {len(plan)} results are of earlier calls: if {task} has changed since, delete {path}")
     if left:
         say(f"{left} of {len(plan)} trials are left: give the same command again")
-    rows = {place: TrialRow({}, tuple(records)) for place, records in found.items() if records}
+    if cut:
+        say("unfinished trials have their share in the column done, and their ratios are at their own tokens")
+    also = ["spread"] * (len(options.seeds) > 1) + ["done"] * bool(cut)
+    everything = {place: [*found.get(place, ()), *cut.get(place, ())] for place in (*found, *cut)}
+    rows = [*found.items(), *((place, [record]) for place, records in cut.items() for record in records)]
     return {
         "config": work.config.digest(), "task": task, "slow": options.slow, "unit": unit.name, "left": left,
-        "rows": [_row(place, row, rows, unit, len(options.seeds) > 1) for place, row in rows.items()],
-        "curves": {str(place): [_curve(record, unit) for record in row.records] for place, row in rows.items()},
+        "rows": [_row(place, records, everything, unit, also) for place, records in rows],
+        "curves": {
+            f"{place}{', unfinished' * is_cut}": [_curve(record, unit) for record in records]
+            for is_cut, kind in enumerate((found, cut)) for place, records in kind.items()
+        },
     }  # fmt: skip
+
+
+def _run_left(
+    work: Workload,
+    options: ParityOptions,
+    plan: Sequence[tuple[Place, Trial]],
+    path: Path,
+    known: Callable[[], Mapping[str, Record]],
+) -> None:
+    """Run the trials that have no result yet until the time is over."""
+    names = {trial: f"{place}, seed {trial.seed}" for place, trial in plan}
+    unit, deadline = loss_unit(work.named.data), time.monotonic() + 60 * options.minutes
+
+    def note(name: str, record: Record) -> None:
+        """Say the loss of a trial so far, because a trial may take an hour. End the trial if there is no more time."""
+        tokens, loss = _curve(record, unit)[-1]
+        say(f"{name}: {loss:.4f} {unit.name} after {tokens:,} tokens, {record['share']:.0%}")
+        if time.monotonic() >= deadline and record["share"] < 1.0:
+            raise _TimeOverError
+
+    with suppress(_TimeOverError):
+        for trial in unmeasured([*names], path, known):
+            if time.monotonic() >= deadline:
+                break
+            of_trial = work.of(work.named.under(trial.config), trial.config)
+            measured(trial, path, of_trial, partial(note, names[trial]))
 
 
 def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Trial]]:
@@ -192,33 +230,48 @@ def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Tr
             yield Place(name, trial.islands, dict(trial.settings).get("sync.interval", usual)), trial
 
 
-def _say(name: str, unit: LossUnit, point: CurvePoint) -> None:
-    """Say the loss of a trial so far, because a trial may take an hour."""
-    say(f"{name}: {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name} after {point.tokens:,} tokens")
-
-
 def _row(
-    place: Place, row: TrialRow, rows: Mapping[Place, TrialRow], unit: LossUnit, has_spread: bool
+    place: Place, records: Sequence[Record], seen: Mapping[Place, Sequence[Record]], unit: LossUnit, also: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a line of the table. A column has the ratio to each baseline with as many islands."""
-    spread = unit.from_evaluation(row.spread) if len(row.records) > 1 else math.nan
-    first, ratios = row.records[0], dict[str, float]()
-    for name in dict.fromkeys(other.arm for other in rows if other.arm in BASELINES):
-        same = next((rows[other] for other in rows if (other.arm, other.islands) == (name, place.islands)), None)
+    """Return a line of the table. A column has the ratio to each baseline with as many islands.
+
+    `seen` has all records, also of trials that were cut, and `also` the columns that not every table has.
+    """
+    row, first, ratios = TrialRow({}, tuple(records)), records[0], dict[str, float]()
+    spread = unit.from_evaluation(row.spread) if len(records) > 1 else math.nan
+    for name in dict.fromkeys(other.arm for other in seen if other.arm in BASELINES):
+        same = (seen[other] for other in seen if (other.arm, other.islands) == (name, place.islands))
+        beside = _beside(first, next(same, ()))
         # A user's loss may be negative; then ratios mean nothing.
-        has_ratio = same is not None and all(loss > 0 for loss in same.losses.values())
-        ratios[f"to_{name}"] = row.ratio(same) if has_ratio else math.nan
+        has_ratio = all(loss > 0 for loss in beside.losses.values())
+        ratios[f"to_{name}"] = row.ratio(beside) if has_ratio else math.nan
     return {
         "trial": place.arm,
         "islands": place.islands,
         "interval": place.interval,
+        **({"done": first.get("share", 1.0)} if "done" in also else {}),
         "tokens": first["tokens"],
         "loss": unit.from_evaluation(row.mean),
-        **({"spread": spread} if has_spread else {}),
+        **({"spread": spread} if "spread" in also else {}),
         **ratios,
         "rounds": first.get("rounds", 0),
         "per_round": first.get("per_round", 0.0),
     }
+
+
+def _beside(record: Record, others: Sequence[Record]) -> TrialRow:
+    """Return those of a baseline's records that a record is compared with: the finished ones if it is finished.
+
+    A record of a trial that was cut is compared with their evaluations at its number of tokens, where there are any.
+    """
+    if "share" not in record:
+        return TrialRow({}, tuple(other for other in others if "share" not in other))
+    tokens, found = record["tokens"], list[Record]()
+    for other in others:
+        distances = [(abs(at - tokens), loss) for at, loss in other["curve"] if loss is not None]
+        distance, loss = min(distances, default=(math.inf, math.nan))
+        found += [{**other, "bits_per_byte": loss}] if distance <= SAME_TOKENS * tokens else []
+    return TrialRow({}, tuple(found))
 
 
 def _curve(record: Record, unit: LossUnit) -> list[tuple[int, float]]:

@@ -35,17 +35,21 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.files import write_atomically
 from archipelago.broker.process import finite, keep_compiled, print_json
 from archipelago.ops.bench.output import table
 from archipelago.ops.experiments.trial import OWN, Record, Trial, TrialRow, grouped, key_of, measure
 from archipelago.ops.launch.devices import accelerators
 from archipelago.ops.launch.supervisor import ONE_THREAD
 from archipelago.ops.settings import say, table_console
+
+if TYPE_CHECKING:
+    from archipelago.islands.tasks.workload import Workload
 
 _TOP = {"about", "base", "seeds", "grid"}
 _SHAPE = "See ops/experiments/studies/*.toml, and the head of ops/experiments/study.py."
@@ -66,8 +70,9 @@ _SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 class StudyOptions:
     """Run a study, a grid of trials in virtual time, from where it was left; or show its results.
 
-    Each result is one line of `NAME.jsonl` and is never measured again. Ctrl-C loses only the trial that is running. It
-    computes with one thread: to use more cores, give the same command in several shells, which share the trials.
+    Each result is one line of `NAME.jsonl` and is never measured again. A trial that is cut is shown as far as it came,
+    and begins anew. It computes with one thread: to use more cores, give the same command in several shells, which
+    share the trials.
     """
 
     name: Annotated[str, tyro.conf.Positional]
@@ -93,7 +98,12 @@ def main(options: StudyOptions) -> int:
         os.environ.update((_SHARED if accelerators() else ONE_THREAD) | os.environ)  # before JAX looks at its devices
         keep_compiled()
         run(study, results, known)
-    found = show(study, known(), quiet=options.json)
+    ended = known()
+    found = show(study, ended, quiet=options.json)
+    varied = varying([trial.named_values for trial in study.trials])
+    for trial in study.trials:
+        if trial.key not in ended and (record := unfinished(results / f"{study.name}.jsonl", trial)):
+            say(f"unfinished, {record['share']:.0%} done: {in_words(trial, record, varied)}")
     if options.json:
         print_json(finite(found))
     return 0
@@ -222,12 +232,40 @@ def run(study: Study, folder: Path, known: Callable[[], Mapping[str, Record]]) -
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{study.name}.jsonl"
     for trial in unmeasured(study.trials, path, known):
-        record = measure(trial)
-        append(path, finite(record))
+        record = measured(trial, path)
         done += 1
         minutes = (time.monotonic() - began) / done * (left - done) / 60
         say(f"{done}/{left}  {in_words(trial, record, varied)}  {record['seconds']:.0f} s, {minutes:.0f} min left")
     return done
+
+
+def measured(
+    trial: Trial, path: Path, work: Workload | None = None, progress: Callable[[Record], None] = lambda record: None
+) -> Record:
+    """Run a trial, and append its record to `path`. At each evaluation the record so far is kept in a file beside it.
+
+    If the trial is cut, that file stays until the trial is run again.
+    """
+    file = _so_far(path, trial)
+    file.parent.mkdir(exist_ok=True)
+
+    def keep(record: Record) -> None:
+        write_atomically(file, json.dumps(finite(record), sort_keys=True))
+        progress(record)
+
+    record = measure(trial, work, progress=keep)
+    append(path, finite(record))
+    file.unlink(missing_ok=True)
+    return record
+
+
+def unfinished(path: Path, trial: Trial) -> Record | None:
+    """Return what is kept of a trial that was cut or that runs; `path` is where its record will go."""
+    return next((record for record in records(_so_far(path, trial)) if key_of(record) == trial.key), None)
+
+
+def _so_far(path: Path, trial: Trial) -> Path:
+    return path.with_suffix(".unfinished") / f"{zlib.crc32(trial.key.encode()):08x}.json"
 
 
 def unmeasured(trials: Sequence[Trial], path: Path, known: Callable[[], Mapping[str, Record]]) -> Iterator[Trial]:

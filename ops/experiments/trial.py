@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.machine import require_extra
+from archipelago.broker.process import finite
 from archipelago.ops.bench.provenance import provenance
 from archipelago.ops.launch.init import workload_of
 
@@ -151,11 +152,13 @@ class CurvePoint:
         tokens: Tokens trained on so far.
         bits_per_byte: Loss on the validation text, which is used to choose rates and rules.
         test_bits_per_byte: Loss on the test text, which is not used for any choice.
+        share: The share of the run that is over.
     """
 
     tokens: int
     bits_per_byte: float
     test_bits_per_byte: float = math.nan
+    share: float = 0.0
 
 
 #: Receives each evaluation of a run.
@@ -164,41 +167,48 @@ Play = Callable[["Trial", "Workload", Progress], dict[str, Any]]
 
 
 def measure(
-    trial: Trial, work: Workload | None = None, play: Play | None = None, progress: Progress = lambda point: None
+    trial: Trial,
+    work: Workload | None = None,
+    play: Play | None = None,
+    progress: Callable[[Record], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Run the trial and return its record. A run that diverges is a result too, with null as its loss.
 
-    By default it trains one of our models with its settings, as its kind says. `progress` gets each evaluation.
+    By default it trains one of our models with its settings, as its kind says. At each evaluation, `progress` gets the
+    record so far, which also has the `share` of the run that is over.
     """
     if work is None:
         work = workload_of(trial.config, None)
     points: list[CurvePoint] = []
+    began, used = time.perf_counter(), time.process_time()
+
+    def record(least: float, **found: Any) -> dict[str, Any]:
+        last = points[-1]
+        diverged = not (math.isfinite(last.bits_per_byte) and last.bits_per_byte < least)
+        return {
+            **dataclasses.asdict(trial),
+            "settings": dict(trial.settings),
+            "bits_per_byte": None if diverged else last.bits_per_byte,
+            **({} if diverged or math.isnan(last.test_bits_per_byte) else {"test": last.test_bits_per_byte}),
+            "diverged": diverged,
+            "tokens": last.tokens,
+            "seconds": round(time.perf_counter() - began, 2),
+            "cpu_seconds": round(time.process_time() - used, 2),
+            **found,
+            "curve": finite([[point.tokens, round(point.bits_per_byte, 5)] for point in points]),
+            "provenance": provenance(),
+        }
 
     def note(point: CurvePoint) -> None:
         points.append(point)
-        progress(point)
+        progress(record(math.inf, share=point.share))
 
     found: dict[str, Any] = {}
-    began, used = time.perf_counter(), time.process_time()
     try:
         found = (play or _played)(trial, work, note)
     except DivergedError:
         points.append(CurvePoint(points[-1].tokens, math.nan))
-    last, first = points[-1].bits_per_byte, points[0].bits_per_byte
-    diverged = not (math.isfinite(last) and last < first)
-    return {
-        **dataclasses.asdict(trial),
-        "settings": dict(trial.settings),
-        "bits_per_byte": None if diverged else last,
-        **({} if diverged or math.isnan(points[-1].test_bits_per_byte) else {"test": points[-1].test_bits_per_byte}),
-        "diverged": diverged,
-        "tokens": points[-1].tokens,
-        "seconds": round(time.perf_counter() - began, 2),
-        "cpu_seconds": round(time.process_time() - used, 2),
-        **found,
-        "curve": [[p.tokens, round(p.bits_per_byte, 5) if math.isfinite(p.bits_per_byte) else None] for p in points],
-        "provenance": provenance(),
-    }
+    return record(points[0].bits_per_byte, **found)
 
 
 def _played(trial: Trial, workload: Workload, note: Progress) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.bench.output import table
-from archipelago.ops.experiments import baselines, parity
+from archipelago.ops.experiments import baselines, parity, study
+from archipelago.ops.experiments import trial as trials
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.parity import ARMS, ArmName, ParityOptions
-from archipelago.ops.experiments.trial import CurvePoint, Progress, Trial
+from archipelago.ops.experiments.trial import CurvePoint, Progress, Record, Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 from tests import pytorch
 from tests.failing import failing
@@ -38,7 +40,9 @@ def options_of(folder: Path, *trials: ArmName, **named: Any) -> ParityOptions:
     return ParityOptions(output=folder, trials=trials, **{"islands": (2,), **named})
 
 
-def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_islands_of_a_task_are_compared_at_equal_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(baselines, "EVALUATIONS", 3)
     found = parity.parity(task_work(), options_of(tmp_path, intervals=(4, 12)))
     parallel, *rows = found["rows"]
@@ -53,6 +57,8 @@ def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypa
     assert found["unit"] == "loss units"
     (first,), *others = found["curves"].values()
     assert [len(curve) for (curve,) in others] == [len(first)] * 2 == [4, 4]
+    said = capsys.readouterr().err
+    assert [said.count(share) for share in (" 0%", "33%", "67%", "100%")] == [3] * 4, "of each trial"
 
 
 def test_trials_are_run_in_parts_and_never_twice(
@@ -61,13 +67,13 @@ def test_trials_are_run_in_parts_and_never_twice(
     losses = {"islands": -1.0, "parallel": -2.0}
     measured: list[Trial] = []
 
-    def fake(trial: Trial, work: Any, progress: Progress) -> dict[str, Any]:
+    def fake(trial: Trial, work: Any, progress: Callable[[Record], None]) -> dict[str, Any]:
         measured.append(trial)
-        progress(CurvePoint(1000, losses[trial.kind]))
+        progress({"share": 1.0, "curve": [[1000, losses[trial.kind]]]})
         curve = [[0, 0.0], [1000, losses[trial.kind]]]
         return {**record_of(trial, losses[trial.kind]), "curve": curve, "rounds": 7, "per_round": 2.0}
 
-    monkeypatch.setattr(parity, "measure", fake)
+    monkeypatch.setattr(study, "measure", fake)
     work = task_work()
     (first,) = parity.parity(work, options_of(tmp_path, "islands"))["rows"]
     assert (first["interval"], first["rounds"], "to_parallel" in first) == (4, 7, False)
@@ -86,9 +92,48 @@ def test_trials_are_run_in_parts_and_never_twice(
     assert parity.parity(work.changed(seed=7), options_of(tmp_path, minutes=0.0))["left"] == 2, "another run"
 
 
+def test_a_trial_that_is_cut_is_compared_at_its_tokens_and_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, now, more = {"parallel": [8.0, 4.0, 3.0, 2.0], "islands": [8.0, 5.0, 4.0, 2.5]}, [0.0], [20]
+
+    def played(trial: Trial, work: Any, note: Progress) -> dict[str, Any]:
+        for number, loss in enumerate(losses[trial.kind]):
+            now[0] += 25.0
+            tokens = 1000 * number + more[0] * (trial.kind == "islands")
+            if tokens == 2100:
+                raise KeyboardInterrupt
+            note(CurvePoint(tokens, loss, share=number / 3))
+        return {}
+
+    def cut(minutes: float) -> dict[str, Any]:
+        found = parity.parity(work, options_of(tmp_path, minutes=minutes))
+        first, last = found["rows"]
+        assert (first["done"], first["to_parallel"], found["left"]) == (1.0, 1.0, 1)
+        return {**last}
+
+    work = task_work()
+    monkeypatch.setattr(trials, "_played", played)
+    monkeypatch.setattr(parity, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert "done" not in parity.parity(work, options_of(tmp_path, "parallel"))["rows"][0]
+    by_time = cut(minutes=1.0)
+    assert (by_time["done"], by_time["tokens"]) == (pytest.approx(2 / 3), 2020)
+    assert by_time["to_parallel"] == pytest.approx(4 / 3)
+    more[0] = 100
+    with pytest.raises(KeyboardInterrupt):
+        parity.parity(work, options_of(tmp_path))
+    by_signal = cut(minutes=0.0)
+    assert (by_signal["done"], by_signal["tokens"]) == (pytest.approx(1 / 3), 1100)
+    assert by_signal["to_parallel"] != by_signal["to_parallel"], "the other one has no evaluation at 1,100 tokens"
+    more[0] = 0
+    found = parity.parity(work, options_of(tmp_path, minutes=1.5))
+    assert (found["left"], found["rows"][1]["tokens"], "done" in found["rows"][1]) == (0, 3000, False)
+    assert not list(tmp_path.rglob("*.unfinished/*"))
+
+
 def test_what_was_begun_with_several_seeds_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        parity, "measure", lambda trial, work, progress: {**record_of(trial, 2.0 + trial.seed), "curve": []}
+        study, "measure", lambda trial, work, progress: {**record_of(trial, 2.0 + trial.seed), "curve": []}
     )
     work = task_work()
     parity.parity(work, options_of(tmp_path, seeds=(0, 1), islands=(2,)))
@@ -221,6 +266,7 @@ def test_data_parallel_takes_the_mean_of_the_gradients() -> None:
     two = trained(task_work(), 2)
     one = trained(task_work(batches=wholes, tokens=20), 1)
     assert two[-1].tokens == one[-1].tokens
+    assert (two[0].share, two[-1].share) == (0.0, 1.0)
     assert two[-1].bits_per_byte < two[0].bits_per_byte
     assert two[-1].bits_per_byte == pytest.approx(one[-1].bits_per_byte, rel=1e-5)
 

@@ -81,7 +81,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """Record the trials instead of running them."""
     seen: list[Trial] = []
 
-    def measure(trial: Trial) -> dict[str, Any]:
+    def measure(trial: Trial, *others: Any, **named: Any) -> dict[str, Any]:
         seen.append(trial)
         return record_of(trial)
 
@@ -169,6 +169,24 @@ def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     assert names == ["sending"]
     assert studies.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 sending=6.0"
     assert studies.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 sending=0.0"
+
+
+def test_a_trial_that_is_cut_is_kept_and_shown_and_is_no_result(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut(trial: Trial, work: Any, progress: Any) -> dict[str, Any]:
+        progress({**record_of(trial), "share": 0.5})
+        raise KeyboardInterrupt
+
+    study, path = studies.load(folder, "rates"), folder / "rates.jsonl"
+    monkeypatch.setattr(studies, "measure", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run_rest(study, folder)
+    kept = [studies.unfinished(path, trial) for trial in study.trials]
+    assert kept == [{**record_of(study.trials[0]), "share": 0.5}, *[None] * 5]
+    assert not studies.recorded(folder)
+    assert archipelago(["bench", "study", "rates", "--show", f"--folder={folder}"]) == 0
+    assert capsys.readouterr().err.count("50%") == 1
 
 
 CLAIM = """
