@@ -28,6 +28,7 @@ from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireCo
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh import parsed
 from archipelago.islands.models.llama import DENSE
+from archipelago.merger.accelerator import MEMORY_SHARE as SPECTRA_SHARE
 from archipelago.ops.bench.accelerator_codecs import CODEC, change_spectra, compare_bits, quantise_and_copy
 from archipelago.ops.bench.accelerator_processes import (
     RUN,
@@ -42,6 +43,7 @@ from archipelago.ops.bench.accelerator_processes import (
 )
 from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row
+from archipelago.ops.launch.devices import MEMORY_SHARE, memory_share
 from archipelago.ops.settings import is_given, say
 
 Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra"]
@@ -166,6 +168,7 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
     """
     mine, others = halves_of_the_cores()
     pairs, seconds = TURNS_QUICK if options.quick else TURNS
+    share = memory_share(1, MEMORY_SHARE - (SPECTRA_SHARE if options.spectra == "gpu" else 0.0))  # as `up` gives it
     with ExitStack() as held:
         server = held.enter_context(own_redis())
         os.sched_setaffinity(server.pid, others)
@@ -173,7 +176,8 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
             creating.receive()
         held.enter_context(child(serve_merger, server.url, RUN, others, 1, 0, False, options.spectra)).receive()
         say(f"{_what(config)}: steps with syncing and without take turns")
-        with child(sync_and_not, server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())) as trainer:
+        turns = server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())
+        with child(sync_and_not, *turns, environment=share) as trainer:
             for number in range(pairs):
                 on, off = trainer.receive()
                 say(
@@ -181,7 +185,7 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
                 )
             found: IslandTurns = trainer.receive()
         say(f"profile: {profile} (open it with xprof or TensorBoard); now the same training without syncing")
-        with child(train_only, server.url, mine, found.scan_steps, found.steps) as trainer:
+        with child(train_only, server.url, mine, found.scan_steps, found.steps, environment=share) as trainer:
             alone: TimedTurn = trainer.receive()
     return found, alone
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -129,6 +133,33 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
         assert (cpu["ratio"], syncs["ratio"], tokens["ratio"]) == pytest.approx((1.5, interval / 20, 1 / 1.2))
         assert parameter["ours"] == pytest.approx(1e6), "the median of 0.5, 1 and 4 ms"
         assert (beside["ours"], between["ours"], held["ours"], held["theirs"]) == (500, 200, 100, 25)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it binds processes to cores")
+def test_an_island_takes_the_memory_of_an_accelerator_that_up_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, environments = TimedTurn(1.0, 1.0, 1), dict[str, Any]()
+
+    @contextmanager
+    def child(work: Callable[..., None], *arguments: Any, environment: Any = None) -> Iterator[Any]:
+        environments[work.__name__] = environment
+        pairs = [(turn, turn)] * accelerator.TURNS_QUICK[0]
+        island = iter([*pairs, IslandTurns(1, 10, 1, 1, [turn], [turn], 1)])
+        yield SimpleNamespace(receive=lambda: next(island) if work.__name__ == "sync_and_not" else turn)
+
+    names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(accelerator, "child", child)
+    monkeypatch.setattr(accelerator, "own_redis", lambda: nullcontext(SimpleNamespace(pid=0, url="")))
+    monkeypatch.setattr(accelerator, "halves_of_the_cores", lambda: (set[int](), os.sched_getaffinity(0)))
+    shares: dict[Literal["cpu", "gpu"], str] = {"cpu": "0.900", "gpu": "0.800"}
+    for spectra, share in shares.items():
+        options = accelerator.AcceleratorOptions(quick=True, spectra=spectra)
+        accelerator.measured_turns(RunConfig(), options, tmp_path)
+        expected = dict(zip(names, (share, "true"), strict=True))
+        assert environments["sync_and_not"] == environments["train_only"] == expected
 
 
 def test_steps_in_pytorch_have_a_goal_if_their_rounds_were_not_stretched(capsys: pytest.CaptureFixture[str]) -> None:
