@@ -19,21 +19,21 @@ READABLE = 0o666  # less the umask
 #: A folder without room for this many bytes is full. One checkpoint of the smallest model has about as many.
 PROBE_BYTES = 1 << 20
 
-#: What to do about an error of the operating system, and the code of our error.
+#: The code of our error for an error of the operating system, and what to do.
 _REMEDIES = {
-    errno.ENOSPC: ("Free some space, or choose a folder on another disk.", "file.disk-full"),
-    errno.EDQUOT: ("Free some space, or choose a folder on another disk.", "file.disk-full"),
-    errno.EACCES: ("Choose a folder that this user may write to.", "file.denied"),
-    errno.EPERM: ("Choose a folder that this user may write to.", "file.denied"),
-    errno.EROFS: ("Choose a folder on a disk that can be written to.", "file.read-only"),
-    errno.ENOTDIR: ("A file is in the place of a folder. Move it away, or choose another folder.", "file.no-folder"),
-    errno.EEXIST: ("A file is in the place of a folder. Move it away, or choose another folder.", "file.no-folder"),
-    errno.EISDIR: ("A folder is in the place of a file. Move it away, or choose another name.", "file.no-file"),
-    errno.ENOENT: ("Check the path.", "file.missing"),
-    errno.ENAMETOOLONG: ("Choose a shorter path.", "file.name"),
-    errno.ELOOP: ("Its symbolic links form a loop. Choose another path.", "file.name"),
-    errno.EIO: ("The disk may be damaged. Choose a folder on another disk.", "file.disk"),
-    errno.EMFILE: ("Raise the limit of open files (ulimit -n).", "file.too-many"),
+    errno.ENOSPC: ("file.disk-full", "Free some space, or choose a folder on another disk."),
+    errno.EDQUOT: ("file.disk-full", "Free some space, or choose a folder on another disk."),
+    errno.EACCES: ("file.denied", "Choose a folder that this user may write to."),
+    errno.EPERM: ("file.denied", "Choose a folder that this user may write to."),
+    errno.EROFS: ("file.read-only", "Choose a folder on a disk that can be written to."),
+    errno.ENOTDIR: ("file.no-folder", "A file is in the place of a folder. Move it away, or choose another folder."),
+    errno.EEXIST: ("file.no-folder", "A file is in the place of a folder. Move it away, or choose another folder."),
+    errno.EISDIR: ("file.no-file", "A folder is in the place of a file. Move it away, or choose another name."),
+    errno.ENOENT: ("file.missing", "Check the path."),
+    errno.ENAMETOOLONG: ("file.name", "Choose a shorter path."),
+    errno.ELOOP: ("file.name", "Its symbolic links form a loop. Choose another path."),
+    errno.EIO: ("file.disk", "The disk may be damaged. Choose a folder on another disk."),
+    errno.EMFILE: ("file.too-many", "Raise the limit of open files (ulimit -n)."),
 }
 #: The names of staged folders, and the time without a new entry after which a killed process has left one.
 _STAGED = re.compile(r"\..+\.staged-[0-9a-f]{8}")
@@ -51,7 +51,7 @@ def file_error(error: BaseException) -> ArchipelagoError | None:
         return None
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
         return None
-    remedy, code = _REMEDIES[error.errno]
+    code, remedy = _REMEDIES[error.errno]
     where = f"cannot use {os.fsdecode(error.filename)!s:.200}" if error.filename else "cannot write to the disk"
     return ConfigError(f"{where} ({error.strerror})", remedy, code=code)
 
@@ -208,5 +208,5 @@ def _system_error(error: BaseException) -> int:
 
 def remedy(error: BaseException) -> str:
     """Return what a user can do if a checkpoint cannot be written."""
-    otherwise = ("Check that the disk has space and that the folder is writable.", "")
-    return _REMEDIES.get(_system_error(error), otherwise)[0]
+    otherwise = ("", "Check that the disk has space and that the folder is writable.")
+    return _REMEDIES.get(_system_error(error), otherwise)[1]

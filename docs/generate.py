@@ -8,8 +8,10 @@ import math
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Iterator, MutableMapping
+from itertools import groupby, product
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -18,6 +20,7 @@ import docstring_parser
 from archipelago.broker.config import RunConfig
 from archipelago.ops.commands import VERBS, Verb, VerbGroup, Verbs, examples_of
 from archipelago.ops.experiments import study
+from archipelago.ops.watch.history import refusal_remedy
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"
@@ -31,13 +34,15 @@ VERBS_PAGE = f"""{WRITTEN}# Verbs
 
 `archipelago VERB --help` says the same. `--json` prints one JSON object on standard output.
 """
-CODES = f"""{WRITTEN}# Codes of errors
+PROBLEMS = "../guide/problems.md"
+CODES = f"""{WRITTEN}# Codes
 
-An error has names and numbers in place of `…`, and may say more. It ends with its code in brackets.
-The codes of what is wrong in a run that goes on are in [problems](../guide/problems.md).
+Errors end with their codes in brackets, and so do the [problems]({PROBLEMS}) that `status` and the page show and what
+`doctor` finds. A log names the codes of its lines with `--log-json`; after `refused.`, they may name another code of
+this page, such as `wire.payload`. Texts have names and numbers in place of `…`, and may say more.
 
-| code | what happened | what to do |
-| --- | --- | --- |
+| code | seen in | what happened | what to do |
+| --- | --- | --- | --- |
 """
 STUDIES = f"""{WRITTEN}# Tables of studies
 
@@ -48,6 +53,20 @@ has it; with hostile islands, to the run without them.
 """
 #: What the line about a study's commit begins with. A test does not compare these lines, which follow from the history.
 RECORDED = "Recorded by commit"
+#: What a code looks like. Codes of classes of errors may have one word.
+_CODE = re.compile(r"[a-z]+(\.[a-z0-9-]+)+")
+#: By the name of a call: where its code is seen and what comes before it, and the places of code, sentence and remedy.
+_TELLS: dict[str, tuple[str, str, int, int | str, int | str]] = {
+    "error": ("error", "", 0, 1, 2), "log": ("log", "", 0, 1, 2), "Problem": ("status", "", 0, 3, 4),
+    "problem": ("doctor", "", 0, 1, 2), "warning": ("doctor", "", 0, 1, 2), "_tell": ("log", "", 0, 1, ""),
+    "Reason": ("log", "refused.", 0, 1, ""), "wrong": ("error", "task.", 0, 1, 2),
+    "call": ("error", "task.", 0, "failed: …", "Correct the task's file."),
+}  # fmt: skip
+_READ = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.Call, ast.Tuple)
+#: A code, where it is seen, what is said, and the remedy.
+Told = tuple[str, str, str, str]
+#: Names of a source, and the texts that each may stand for.
+Texts = MutableMapping[str, list[str]]
 #: The signs of the bounds that `annotated_types` puts on a setting.
 _SIGNS = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<", "MultipleOf": "a multiple of"}
 
@@ -134,41 +153,113 @@ def verbs_page() -> str:
     return page
 
 
-def template(node: ast.expr) -> str:
-    """Return the text that an expression makes, with an ellipsis for each part that is known only when it runs."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value.replace("<", "&lt;")
-    if isinstance(node, ast.JoinedStr):
-        return re.sub(r"…(?:[ .:]*…)+", "…", "".join(map(template, node.values)))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return template(node.left) + template(node.right)
-    return template(node.body) if isinstance(node, ast.IfExp) else "…"
+def texts_of(node: ast.AST | None, known: Texts) -> list[str]:
+    """Return the texts that an expression may make, with an ellipsis for each part that is known only when it runs."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.Name(id=name):
+            return known.get(name, ["…"])
+        case ast.FormattedValue(format_spec=None, value=value):
+            return texts_of(value, known)
+        case ast.IfExp(body=one, orelse=other):
+            return texts_of(one, known) + texts_of(other, known)
+        case ast.BoolOp(values=values):
+            return [text for value in values for text in texts_of(value, known)]
+        case ast.JoinedStr(values=parts):
+            return ["".join(each) for each in product(*(texts_of(part, known) for part in parts))]
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return ["".join(each) for each in product(texts_of(left, known), texts_of(right, known))]
+    return ["…"]
 
 
-def errors_in(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the code, the sentence and the remedy of each error that a file makes; of a class, what it stands for."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            said = [template(each) for each in node.args[:2]]
-            codes = [
-                each.value.value
-                for each in node.keywords
-                if each.arg == "code" and isinstance(each.value, ast.Constant)
-            ]
-            if codes and "." in str(codes[0]):
-                yield str(codes[0]), "".join(said[:1]), "".join(said[1:])
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the parts of a file that `codes_in` reads, in the order of their lines."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return sorted((node for node in nodes if isinstance(node, _READ)), key=attrgetter("lineno"))
+
+
+def names_in(node: ast.AST, known: Texts) -> Iterator[tuple[str, list[str]]]:
+    """Yield the names that an assignment gives to texts, with these texts."""
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+            yield from ((ast.unparse(name), texts_of(value, known)) for name, value in zip(names, values, strict=True))
+        case ast.Assign(targets=[name], value=value) | ast.AnnAssign(target=name, value=value):
+            yield ast.unparse(name), texts_of(value, known)
+        case ast.For(target=target):
+            yield from ((ast.unparse(each), ["…"]) for each in ast.walk(target))
+        case ast.AugAssign(target=name, op=op, value=value):
+            yield ast.unparse(name), texts_of(ast.BinOp(name, op, value), known)
+
+
+def codes_of(node: ast.Call | ast.Tuple, known: Texts) -> Iterator[Told]:
+    """Yield the codes of a call, or of a row of a table of errors: its code, perhaps what happened, and a remedy."""
+    name, given, parts = "error", dict[str | None, ast.expr](), node.elts if isinstance(node, ast.Tuple) else node.args
+    if isinstance(node, ast.Call):
+        name = re.split(r"\W", ast.unparse(node.func).split(" if ")[0])[-1]
+        given = {each.arg: each.value for each in node.keywords}
+    elif not (parts and " " in texts_of(parts[-1], known)[0]):
+        return
+    if not (name in _TELLS or "code" in given or isinstance(given.get("extra"), ast.Dict)):
+        return
+    args = [texts_of(each, known) for each in parts]
+    if "code" in given:
+        name, args = "error", [texts_of(given["code"], known), *args]
+    elif isinstance(extra := given.get("extra"), ast.Dict):
+        text, *others = (max(each, key=len) for each in args[name == "log" :])
+        said, _, remedy = (re.sub(r"%[.\d]*[a-z]", "%s", text) % tuple(others)).partition(". ")
+        codes = {ast.unparse(key): value for key, value in zip(extra.keys, extra.values, strict=True) if key}
+        name, args = "log", [texts_of(codes.get("'code'"), known), [said], [remedy]]
+    elif isinstance(node, ast.Tuple) and len(args) == 2:
+        args.insert(1, ["…"])
+    where, prefix, *places = _TELLS[name]
+    told = [[each] if isinstance(each, str) else args[each] if each < len(args) else [""] for each in places]
+    for code in told[0]:
+        if _CODE.fullmatch(prefix + code):
+            yield prefix + code, where, max(told[1], key=len), max(told[2], key=len)
+
+
+def codes_in(nodes: Iterable[ast.AST], constants: Texts) -> Iterator[Told]:
+    """Yield each code in a file that a user can see. The file's own constants count before those of the others."""
+    own: Texts = {}
+    known = ChainMap(own, constants)
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            own.clear()
+        elif isinstance(node, ast.Call | ast.Tuple):
+            yield from codes_of(node, known)
         elif isinstance(node, ast.ClassDef) and node.name.endswith("Error"):
             for line in node.body:
                 if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "code":
-                    yield ast.literal_eval(line.value), (ast.get_docstring(node) or "").split("\n\n")[0], ""
+                    said = (ast.get_docstring(node) or "").split("\n\n")[0]
+                    yield ast.literal_eval(line.value), "error", said, ""
+        for name, texts in names_in(node, known):
+            (constants if name.isupper() else own)[name] = texts
+
+
+def worth(told: Told) -> tuple[str, bool, bool, int]:
+    """Order what is told by its code, and the one that says most last."""
+    code, _, said, remedy = told
+    return code, said.strip("…") != "", remedy != "", len(said + remedy)
 
 
 def codes_page() -> str:
-    """Return the page of all codes of errors, each with the longest sentence and remedy that the code has for it."""
+    """Return the page of all codes, each with the sentence and the remedy in the source that say most."""
     paths = sorted(path for folder in ("broker", "islands", "merger", "ops") for path in (ROOT / folder).rglob("*.py"))
-    found = sorted((each for path in paths for each in errors_in(path)), key=lambda each: (each[0], len("".join(each))))
-    longest = {code: (said, remedy) for code, said, remedy in found}
-    return CODES + "".join(row(named(code), *texts) for code, texts in longest.items())
+    files = [nodes_of(path) for path in paths]
+    page, constants = CODES, dict[str, list[str]]()
+    for nodes in files:
+        constants.update(each for node in nodes for each in names_in(node, constants) if each[0].isupper())
+    found = [each for nodes in files for each in codes_in(nodes, constants)]
+    for code, same in groupby(sorted(found, key=worth), key=itemgetter(0)):
+        _, where, said, remedies = zip(*same, strict=True)
+        remedy = remedies[-1] or max(remedies, key=len)
+        if code.startswith("refused.") and not remedy:
+            remedy = refusal_remedy(f"{code} {said[-1]}")
+        seen = [f"[status]({PROBLEMS}#{code})" if each == "status" else each for each in sorted({*where})]
+        texts = [re.sub(r"…(?:[ .:]*…)+", "…", text).replace("<", "&lt;") for text in (said[-1], remedy)]
+        page += row(named(code), ", ".join(seen), *("as its text says" if text == "…" else text for text in texts))
+    return page
 
 
 def recorded_by(path: Path) -> str:

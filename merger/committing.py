@@ -269,7 +269,8 @@ class Compactor:
         self.kept = kept
         if was_behind:
             log.warning(
-                "checkpoints are too slow or fail: until the next one, only Redis can restore this run",
+                "checkpoints are too slow or fail: until the next one, only Redis can restore this run. Look at the "
+                "space and the speed of the disk",
                 extra={"code": "checkpoint.behind"},
             )
         return gone
@@ -323,7 +324,8 @@ class Compactor:
             placed = job.result()
         except ArchipelagoError as error:
             self._not_before = now + RETRY_SECONDS
-            log.warning("a compaction could not be uploaded: %s", error, extra={"code": "compaction.failed"})
+            what = "a compaction could not be uploaded, and is tried again later: %s"
+            log.warning(what, error, extra={"code": "compaction.failed"})
             return
         new = placed.snapshot
         if new.version >= self.fragments[new.fragment].version:

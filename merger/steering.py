@@ -75,19 +75,19 @@ class OperatorControls:
             if found.lowered == NOTED and was == NOTED - 1:
                 measured = f"score {found.value:.2f}, norm {found.norm:.1f} times the usual one"
                 what = f"its contributions disagree with those of the others ({measured}), so its weight is lowered"
-                self._tell("lowered", f"{island}: {what}")
+                self._tell("scores.lowered", f"{island}: {what}")
             if was >= NOTED and not found.lowered:
                 what = "its contributions agree with those of the others again"
-                self._tell("restored", f"{island}: {what}", logging.INFO)
+                self._tell("scores.restored", f"{island}: {what}", logging.INFO)
             # An island that the operator admits again has as many rounds to improve.
             if rounds and found.lowered > was and found.lowered % rounds == 0 and self._expel(island):
                 text = f"its weight was lowered in {found.lowered} rounds in a row (merge.expel_after)"
-                self._tell("expelled", f"{island}: {text}")
+                self._tell("scores.expelled", f"{island}: {text}")
 
     def tell_of_idle(self, idle: AbstractSet[str]) -> None:
         """Log and note that islands are live without counting."""
         text = f"rounds no longer wait for {len(idle)} islands that send heartbeats and contribute nothing"
-        log.warning("%s, such as %s", text, min(idle), extra={"code": "islands.idle"})
+        log.warning("%s, such as %s. Look at their logs", text, min(idle), extra={"code": "islands.idle"})
         self.note("idle", f"{text}, such as {min(idle)}")
 
     def _expel(self, island: str) -> bool:
@@ -101,10 +101,10 @@ class OperatorControls:
                 log.warning("%s could not be expelled: %s", island, error.what, extra={"code": "scores.not-expelled"})
         return found
 
-    def _tell(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+    def _tell(self, code: str, text: str, level: int = logging.WARNING) -> None:
         """Log a change of an island's weight, and note it."""
-        log.log(level, "%s", text, extra={"code": f"scores.{kind}"})
-        self.note(kind, text)
+        log.log(level, "%s", text, extra={"code": code})
+        self.note(code.removeprefix("scores."), text)
 
     def _note_changes(self, before: Control) -> None:
         """Note the new requests, except settings, which are noted with their round.

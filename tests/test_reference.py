@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from docs.generate import FOLDER, PAGES, RECORDED
+from archipelago.broker.failpoints import FAILPOINTS
+from docs.generate import FOLDER, PAGES, RECORDED, ROOT
+
+#: Texts with the form of a code: modules, tensors and a file of the system.
+OTHERS = {"broker.config", "broker.errors", "norm.scale", "optimizer.state", "cpu.max"}
+_CODE, _ANCHOR = re.compile(r'"([a-z]+\.[a-z][a-z-]+)"'), re.compile(r'<a id="([^"]+)">')
+_FILE = re.compile(r"^archipelago\.|\.(acl|bin|conf|css|html|js|json|jsonl|key|lock|log|pem|py|safetensors|toml)$")
 
 
 def lines_of(page: str) -> list[str]:
@@ -15,3 +23,15 @@ def lines_of(page: str) -> list[str]:
 def test_generated_pages_follow_from_the_code(name: str) -> None:
     written = (FOLDER / name).read_text(encoding="utf-8")
     assert lines_of(written) == lines_of(PAGES[name]()), "the code has changed: run `.venv/bin/python docs/generate.py`"
+
+
+def test_every_code_in_the_source_is_on_the_page() -> None:
+    """A text with the form of a code is one, unless it is known to name something else."""
+    paths = [path for folder in ("broker", "islands", "merger", "ops") for path in (ROOT / folder).rglob("*.py")]
+    texts = {text for path in paths for text in _CODE.findall(path.read_text(encoding="utf-8"))}
+    codes, settings = (
+        set(_ANCHOR.findall((FOLDER / f"reference/{name}.md").read_text(encoding="utf-8")))
+        for name in ("codes", "settings")
+    )
+    unknown = texts - codes - settings - set(FAILPOINTS) - OTHERS
+    assert {text for text in unknown if not _FILE.search(text)} == set()

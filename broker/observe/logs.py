@@ -128,7 +128,7 @@ def _formatter() -> JsonLines | None:
 def say_error(sentence: str, code: str = "") -> None:
     """Report the error that ends the process, on standard error, in the form that was asked for.
 
-    People see its code in brackets: docs/reference/codes.md and docs/guide/problems.md have it as an anchor.
+    People see its code in brackets: docs/reference/codes.md has it as an anchor.
     """
     if as_json():
         log.error("%s", sentence, extra={"code": code} if code else None)

@@ -149,7 +149,8 @@ class RedisConnection:
     def warn_once(self, what: str, error: WireError) -> None:
         """Log that `what` cannot be read, once for each such text."""
         if what not in self.unreadable and len(self.unreadable) < UNREADABLE_MAX:
-            log.warning("%s cannot be read: %s", what, error.reason, extra={"code": "broker.unreadable"})
+            said = "%s cannot be read: %s. Something else writes there, or another version of the program does"
+            log.warning(said, what, error.reason, extra={"code": "broker.unreadable"})
             self.unreadable[what] = error.reason
 
     @contextmanager

@@ -19,24 +19,29 @@ from archipelago.broker.errors import BrokerError, ServerTooOldError, Unreachabl
 #: Pattern of the server's answer: what it means, and what to do. The client library strips some codes off the answers.
 _REFUSALS = {
     "MISCONF|Errors writing to": (
-        "disk", "cannot write to its disk, so it refuses writes", "Free space there; the run then goes on by itself."
+        "broker.refused-disk", "cannot write to its disk, so it refuses writes",
+        "Free space there; the run then goes on by itself."
     ),
     "used memory > 'maxmemory'": (
-        "memory", "has reached its memory limit, so it refuses writes",
+        "broker.refused-memory", "has reached its memory limit, so it refuses writes",
         "Raise its `maxmemory`; the run then goes on by itself.",
     ),
-    "WRONGTYPE": ("wrong-type", "holds another type of value under that key", "Delete the key, or restore it."),
+    "WRONGTYPE": (
+        "broker.refused-wrong-type", "holds another type of value under that key", "Delete the key, or restore it."
+    ),
     "NOREPLICAS|Not enough good replicas": (
-        "replicas", "has too few replicas that follow it, so it refuses writes",
+        "broker.refused-replicas", "has too few replicas that follow it, so it refuses writes",
         "Start its replicas, or lower `min-replicas-to-write`; the run then goes on by itself.",
     ),
     "cluster support disabled": (
-        "no-cluster", "is no node of a cluster", "Write redis:// in place of redis+cluster://."
+        "broker.refused-no-cluster", "is no node of a cluster", "Write redis:// in place of redis+cluster://."
     ),
     "unknown command .?SENTINEL": (
-        "no-sentinel", "is no Sentinel", "Name the Sentinels, not the servers that they watch."
+        "broker.refused-no-sentinel", "is no Sentinel", "Name the Sentinels, not the servers that they watch."
     ),
-    "read only replica": ("replica", "is a replica, so it refuses writes", "Use the address of its primary."),
+    "read only replica": (
+        "broker.refused-replica", "is a replica, so it refuses writes", "Use the address of its primary."
+    ),
 }  # fmt: skip
 #: What only a node of a cluster answers.
 _OF_CLUSTERS = (redis.exceptions.AskError, redis.exceptions.ClusterDownError, redis.exceptions.ClusterCrossSlotError)
@@ -90,8 +95,8 @@ class Failures:
         if isinstance(error, _OF_CLUSTERS):
             return is_cluster(self.where, said)
         if isinstance(error, redis.ResponseError):
-            kind, what, remedy = _refusal(str(error))
-            return BrokerError(f"{self.where} {what} ({said})", remedy, code=f"broker.refused-{kind}")
+            code, what, remedy = _refusal(str(error))
+            return BrokerError(f"{self.where} {what} ({said})", remedy, code=code)
         if isinstance(error, redis.InvalidResponse):
             what = f"{self.where} does not speak the Redis protocol ({said})"
             return BrokerError(what, "Check the port.", code="broker.address")
@@ -132,7 +137,7 @@ class Failures:
 
 def _refusal(answer: str) -> tuple[str, str, str]:
     known = (words for pattern, words in _REFUSALS.items() if re.search(pattern, answer))
-    return next(known, ("command", "refused a command", "See its log and `INFO`."))
+    return next(known, ("broker.refused-command", "refused a command", "See its log and `INFO`."))
 
 
 def tls_fault(error: BaseException | None) -> ssl.SSLError | None:

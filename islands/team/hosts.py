@@ -110,7 +110,7 @@ def _end_now(error: BaseException) -> NoReturn:
     elif LOST.search(str(error)):
         reason = str(error).splitlines()[0][:200]
         remedy = "All its processes end. Start all of them again."
-        logs.say_error(f"another process of this island is lost ({reason}). {remedy}", "hosts.lost")
+        logs.say_error(f"another process of this island is lost ({reason}). {remedy}", code="hosts.lost")
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     for stream in (sys.stdout, sys.stderr):

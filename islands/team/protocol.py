@@ -145,7 +145,7 @@ class Team(ABC):
         """
         found = self.exchange(Said(has_left=status)).has_left
         if found and not status:
-            raise process_left("another process of this island cannot train", OTHER_FAILED, found)
+            raise process_left("another process of this island cannot train", status=found, code=OTHER_FAILED)
 
     def share_manifest(self, manifest: Manifest | None, size: int = 0) -> Manifest:
         """Return the leader's manifest. The others give the size of its message."""
@@ -156,7 +156,7 @@ class Team(ABC):
         return manifest or Manifest.from_fields(json.loads(shared.tobytes()))
 
 
-def process_left(what: str, code: str, status: int = 0) -> ArchipelagoError:
+def process_left(what: str, *, code: str, status: int = 0) -> ArchipelagoError:
     """Return the error of a process that another one has left with that exit status. This one ends with the same."""
     kind = {OUTAGE: HostError, FAILED: DivergedError}.get(status, ConfigError)
     return kind(what, "See the error of that process, and start the island again.", code=code)
@@ -165,4 +165,4 @@ def process_left(what: str, code: str, status: int = 0) -> ArchipelagoError:
 def leader_left(status: int = 0) -> ArchipelagoError:
     """Return the error of a process whose leader has left with that exit status."""
     what = "the leader of this island (rank 0) has left the run, or could not create it or read its end"
-    return process_left(what, "loop.leader-left", status)
+    return process_left(what, status=status, code="loop.leader-left")

@@ -226,7 +226,7 @@ class LoopState:
             return [_layout_digest(travelling), *self._copied(travelling.values())]
         except Exception as error:  # noqa: BLE001 - the function is the user's, and no peer needs the state to train
             log.warning(
-                "the optimiser's state cannot be given to a newcomer: `state` raised %s: %s",
+                "the optimiser's state cannot be given to a newcomer, which warms up instead: `state` raised %s: %s",
                 type(error).__name__, error, extra={"code": "island.state"},
             )  # fmt: skip
             return None
