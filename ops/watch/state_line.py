@@ -47,6 +47,7 @@ class StateLine:
         remedy: What to do about it; may be empty.
         urgency: How much the sentence matters: bad, warn or idle.
         about: The code of the problem and who has it; its figures may change, and this stays.
+        code: The code of the problem; may be empty.
         since_unix_seconds: When the figures were true, if they are older than they should be; else NaN.
     """
 
@@ -59,6 +60,7 @@ class StateLine:
     remedy: str = ""
     urgency: str = "idle"
     about: str = ""
+    code: str = ""
     since_unix_seconds: float = math.nan
 
     @property
@@ -95,19 +97,19 @@ def _away(outage: Outage) -> StateLine:
     return StateLine(NO_ANSWER, "warn", 0.0, math.nan, "stalled", f"{outage.what}.", outage.more, "bad", NO_ANSWER)
 
 
-def _remark(reading: RunReading) -> tuple[str, str, str, str]:
-    """Return sentence, remedy, urgency and `about`: of the worst problem, or a remark about a state without one."""
+def _remark(reading: RunReading) -> tuple[str, str, str, str, str]:
+    """Return sentence, remedy, urgency, `about` and code: of the worst problem, or a remark on a state without one."""
     found = [problem for problem in reading.problems if problem.mood != "info"]
     if not found or reading.state == "finished":
         sentence, remedy = _REMARKS.get(reading.state, ("", ""))
         view = reading.view
         place = view.folder or f"{view.address} --run {view.run}".lstrip()
         generate = "" if view.manifest.config.has_user_loops else f", `archipelago generate {place}`"
-        return sentence, remedy.format(run=view.run, place=place, generate=generate), "idle", ""
+        return sentence, remedy.format(run=view.run, place=place, generate=generate), "idle", "", ""
     first = found[0]
     who = "" if first.who in ("run", "redis", "merger") else f"{first.who}: "
     more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
-    return f"{who}{first.text}{more}", first.remedy, first.mood, f"{first.code} {first.who}"
+    return f"{who}{first.text}{more}", first.remedy, first.mood, f"{first.code} {first.who}", first.code
 
 
 def steps_per_second(tape: Sequence[TapeEntry]) -> float:

@@ -164,7 +164,8 @@ def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
     style = _MOOD_STYLES[state.urgency if state.sentence else state.mood]
     text = Text(printable(state.text), style="" if style == "dim" else style)
     text.stylize(f"bold {_MOOD_STYLES[state.mood]}", 0, len(state.word))
-    return text.append(printable(f" {state.remedy}"), style) if with_remedy and state.remedy else text
+    more = [state.remedy, state.code and f"[{state.code}]"] if with_remedy else []
+    return text.append(printable("".join(f" {each}" for each in more if each)), style)
 
 
 def line(reading: RunReading | None, outage: Outage | None = None) -> str:

@@ -321,14 +321,14 @@ const isAway = () => ["no answer", "no connection"].includes(state.word);
 const isOld = () => state.since_unix_seconds !== null;
 
 function writeState() {
-  const link = $("link"), banner = $("banner"), { word, mood, left, sentence, remedy, urgency } = state;
+  const link = $("link"), banner = $("banner"), { word, mood, left, sentence, remedy, urgency, code } = state;
   put("state", word);
   $("state").dataset.mood = mood;
   put("eta", inlined || !left ? "" : `${left} ·`);
   document.documentElement.dataset.old = isAway() ? "all" : isOld() ? "merged" : "";
   banner.hidden = !sentence || (tab() === "overview" && !isAway() && urgency !== "idle"); // What to do has it
   banner.dataset.mood = urgency;
-  fill(banner, [sentence, remedy], () => [sentence, " ", worded("span", "remedy", remedy)]);
+  fill(banner, [sentence, remedy, code], () => [sentence, " ", worded("span", "remedy", code ? `${remedy} [${code}]` : remedy)]);
   link.dataset.mood = inlined || !page ? "idle" : isAway() ? "warn" : "good";
   link.querySelector("span").textContent = inlined ? "report" : !page ? "connecting" : isAway() ? `as of ${clock(page.unix_seconds)}` : "live";
 }
@@ -337,7 +337,7 @@ function writeState() {
 function disconnect(sentence) {
   if (state.word !== "finished") {
     state = { ...state, word: "no connection", mood: "warn", seconds_left: null, left: "stalled", since_unix_seconds: page?.unix_seconds ?? null,
-      sentence, remedy: "", urgency: "bad" };
+      sentence, remedy: "", urgency: "bad", code: "" };
   }
   write();
   writeState();

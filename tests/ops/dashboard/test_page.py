@@ -126,6 +126,7 @@ def test_problems_come_first_with_a_remedy_and_in_groups(
     assert page.run("return document.querySelector('main').children[1].id") == "problems"
     page.open(f"{address}/events", charts=0)
     until(lambda: page.is_shown("#banner"), "other tabs show the worst")
+    assert "[island.link]" in page.text("#banner")
 
 
 WIDER = """return [...document.querySelectorAll('main *, header *')].filter(place => place.checkVisibility()

@@ -96,6 +96,7 @@ def test_the_worst_problem_and_an_outage_are_shown_above_the_last_reading() -> N
     silent = Problem("island.silent", "warn", "bergen", "It sends no heartbeats.", "Start it again.")
     lines = drawn(replace(reading(), problems=[silent, replace(silent, who="oslo")]), 80, 24)
     assert [line.split(":")[0] for line in lines if "heartbeats" in line] == ["training · 50% · bergen"]
+    assert any("[island.silent]" in line for line in lines)
     for last in (None, reading()):
         text = "\n".join(drawn(last, 80, 30, Outage("Redis does not answer", "refused")))
         as_of = r" · figures as of \w+ \d+ \d\d:\d\d" if last else ""
