@@ -274,14 +274,13 @@ def recorded_by(path: Path) -> str:
 def studies_page() -> str:
     """Return the page of the recorded results of all studies."""
     page, folder = STUDIES, ROOT / "ops/experiments/studies"
-    known = study.recorded(folder)
     for each in (study.load(folder, name) for name in study.names(folder)):
         commit = recorded_by(folder / f"{each.name}.jsonl")
         page += f"\n## {each.name}\n\n{each.about.rstrip('?')}.\n{RECORDED} {commit}.\n\n"
         page += (
             row("trial", "bits per byte", "ratio", "on the test text", "seeds") + "| --- | --- | --- | --- | --- |\n"
         )
-        found = study.show(each, known, quiet=True)["rows"]
+        found = study.show(each, study.recorded(folder, each.name), quiet=True)["rows"]
         varying = list(found[0])[1 : list(found[0]).index("seeds")]
         usual = {key: Counter(str(trial[key]) for trial in found).most_common(1)[0][0] for key in varying}
         for trial in found:

@@ -92,7 +92,7 @@ def main(options: StudyOptions) -> int:
     study = load(studies, options.name)
 
     def known() -> Mapping[str, Record]:
-        return recorded(studies) | recorded(results)
+        return recorded(studies, study.name) | recorded(results, study.name)
 
     if not options.show:
         os.environ.update((_SHARED if accelerators() else ONE_THREAD) | os.environ)  # before JAX looks at its devices
@@ -192,9 +192,10 @@ def varying(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def recorded(folder: Path) -> dict[str, Record]:
-    """Read all records in a folder, by key, because studies share baselines."""
-    found = [record for path in sorted(folder.glob("*.jsonl")) for record in records(path)]
+def recorded(folder: Path, study: str = "") -> dict[str, Record]:
+    """Read all records in a folder, by key, because studies share baselines. Those of the study come first."""
+    paths = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stem != study, path.name))
+    found = [record for path in paths for record in records(path)]
     return {key_of(record): record for record in reversed(found)}  # the first record of a trial counts
 
 

@@ -117,6 +117,14 @@ def test_a_recorded_trial_is_not_measured_again(folder: Path, measured: list[Tri
     assert set(studies.recorded(folder)) >= {t.key for t in study.trials}
 
 
+def test_a_study_is_compared_with_the_baselines_in_its_own_file(folder: Path) -> None:
+    trial = trial_of("parallel")
+    for name, loss in (("early", 2.0), ("late", 3.0)):
+        studies.append(folder / f"{name}.jsonl", record_of(trial, loss))
+    names = ("early", "late", "other")
+    assert [studies.recorded(folder, name)[trial.key]["bits_per_byte"] for name in names] == [2.0, 3.0, 2.0]
+
+
 @pytest.mark.full
 def test_trials_learn(folder: Path, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run `archipelago bench study` twice, with real trials of every kind.
