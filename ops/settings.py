@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,12 @@ def setting_text(value: object) -> str:
     return "unset" if value is None else '""' if value == "" else str(value)
 
 
-def is_given(flag: str) -> bool:
-    """Return whether the user gave a flag on the command line. Its value alone does not tell: it may be the default."""
-    return any(arg.partition("=")[0].replace("_", "-") == flag for arg in sys.argv[1:])
+def is_given(flag: str, file: Path | None = None) -> bool:
+    """Return whether the user gave a flag, or its setting in a file. The value does not tell: it may be the default."""
+    section, _, name = flag.removeprefix("--").replace("-", "_").rpartition(".")
+    values = tomllib.loads(file.read_text(encoding="utf-8")) if file else {}
+    in_file = name in (values.get(section, {}) if section else values)
+    return in_file or any(arg.partition("=")[0].replace("_", "-") == flag for arg in sys.argv[1:])
 
 
 def to_toml(settings: RunConfig) -> str:

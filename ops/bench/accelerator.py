@@ -108,7 +108,7 @@ def main(options: AcceleratorOptions) -> int:
 def sizes_of(options: AcceleratorOptions) -> tuple[str, ...]:
     """Return the names of the models to measure: those of `--sizes`, that of `--model.size`, or the usual ones."""
     size = options.settings.model.size
-    own = (size,) if is_given("--model.size") or size != ModelConfig().size else ()
+    own = (size,) if is_given("--model.size", options.config) or size != ModelConfig().size else ()
     return options.sizes or own or (SIZES_QUICK if options.quick else SIZES)
 
 
@@ -120,7 +120,7 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
     models: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        own = settled(replace(config, model=replace(config.model, size=size)), backend)
+        own = settled(replace(config, model=replace(config.model, size=size)), backend, options.config)
         models[size] = {"what": _what(own), "backend": backend}
         if "steps" in parts:
             profile = options.output / f"profile-{size}"
@@ -146,9 +146,9 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
     return {"models": models, "elements": elements, "rows": rows}
 
 
-def settled(config: RunConfig, backend: str) -> RunConfig:
-    """Return the config with a batch that suits the backend, unless one was given."""
-    data, is_own = config.data, is_given("--data.batch-size") or is_given("--data.sequence-length")
+def settled(config: RunConfig, backend: str, file: Path | None = None) -> RunConfig:
+    """Return the config with a batch that suits the backend, unless one was given, perhaps in a file of settings."""
+    data, is_own = config.data, any(is_given(f"--data.{name}", file) for name in ("batch-size", "sequence-length"))
     if backend != "cpu" and data == MEASURED.data and not is_own:
         data = replace(data, batch_size=16, sequence_length=512)
     return replace(config, data=data, inner=replace(config.inner, steps=1 << 30))

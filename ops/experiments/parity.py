@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -117,16 +116,10 @@ def main(options: ParityOptions) -> int:
     require_number("--slow", options.slow, "Give a factor of at least 1.", 1.0)
     keep_compiled()
     work = trainable(config, options.task)
-    if work.config.inner.steps == InnerConfig().steps and not _has_length(options.config):
+    if work.config.inner.steps == InnerConfig().steps and not is_given("--inner.steps", options.config):
         work = work.changed(inner=replace(work.config.inner, steps=SYNCS * config.sync.interval))
     found = parity(work, options)
     return finish("parity", found, options) if found["rows"] else 0
-
-
-def _has_length(path: Path | None) -> bool:
-    """Return whether the user chose the number of steps, by the flag or in a file. It may be the default."""
-    inner = tomllib.loads(path.read_text(encoding="utf-8")).get("inner", {}) if path else {}
-    return "steps" in inner or is_given("--inner.steps")
 
 
 class Place(NamedTuple):

@@ -208,30 +208,30 @@ def _find_or_create(
     if not known:
         kept.fetch()
     if numbers := kept.store.numbers():
-        config = _extended(transport, kept.find_or_bring_back(transport, resume=options.resume), config, options.task)
+        config = _extended(transport, kept.find_or_bring_back(transport, resume=options.resume), config, options)
         if not known:
             say(f"this Redis did not have the run: it continues from checkpoint {numbers[-1]} in {kept.path}")
     elif known:
         with suppress(UnknownRunError):  # its name is all that is left of it
-            config = _extended(transport, transport.reader.manifest(), config, options.task)
+            config = _extended(transport, transport.reader.manifest(), config, options)
     return create(transport, config, options.from_, task=options.task, shards=options.shards)
 
 
-def _extended(transport: Transport, found: Manifest, config: RunConfig, task: str | None) -> RunConfig:
+def _extended(transport: Transport, found: Manifest, config: RunConfig, options: UpOptions) -> RunConfig:
     """Extend a run if the user gives more steps than it has, and return the config with its original number of steps.
 
     The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it. Without
-    --inner.steps, the run keeps its length: the default is that of new runs.
+    inner.steps, the run keeps its length: the default is that of new runs.
 
     Raises:
         MismatchError: Another setting is not the run's. Nothing has changed then.
     """
     own, now, wanted = found.config.inner.steps, run_steps(found.config, transport.reader.control()), config.inner.steps
-    if wanted == RunConfig().inner.steps and not is_given(f"--{STEPS}"):
+    if wanted == RunConfig().inner.steps and not is_given(f"--{STEPS}", options.config):
         wanted = now
     same = replace(config, inner=replace(config.inner, steps=own))
     is_shorter = wanted < now and wanted != own
-    require_same(found, config if is_shorter else same, task)
+    require_same(found, config if is_shorter else same, options.task)
     if wanted > now:
         whole(transport, found).reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
         say(f"run {found.run!r} is extended from {now:,} to {wanted:,} steps")

@@ -57,10 +57,10 @@ def test_a_part_that_does_not_fit_is_named(transport: Transport, capsys: pytest.
         assert ("too little for Redis" in capsys.readouterr().err) is is_short
 
 
-def continued(transport: Transport, config: RunConfig, folder: Path) -> None:
+def continued(transport: Transport, config: RunConfig, folder: Path, file: Path | None = None) -> None:
     """Continue the run as `archipelago up` does."""
     kept = MergerFolder(folder / "mine" / "merger")
-    manifest, created = up._find_or_create(transport, config, kept, UpOptions(run="mine", folder=folder))
+    manifest, created = up._find_or_create(transport, config, kept, UpOptions(run="mine", folder=folder, config=file))
     assert (manifest.config.inner.steps, created) == (CONFIG.inner.steps, False)
 
 
@@ -100,6 +100,11 @@ def test_a_larger_number_of_steps_extends_the_run(
         assert transport.reader.control() == {STEPS: str(own + 100)}
     with failing(MismatchError, "config.other-settings"):
         continued(transport, lasting(own + 50), tmp_path)
+    file = tmp_path / "settings.toml"
+    file.write_text(f"[inner]\nsteps = {default}", encoding="utf-8")
+    continued(transport, lasting(default), tmp_path, file)
+    assert transport.reader.control() == {STEPS: str(default)}, "it is the default, and the file gives it"
+    transport.reader.steer({STEPS: str(own + 100)})
     monkeypatch.setattr(sys, "argv", ["archipelago", "up", f"--inner.steps={default}"])
     continued(transport, lasting(default), tmp_path)
     assert transport.reader.control() == {STEPS: str(default)}
