@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
+from archipelago.broker.errors import UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.machine import keep_freed_memory
 from archipelago.broker.manifest import LossUnit, loss_unit
-from archipelago.broker.messages import NOTE_MAX, REFUSED, Note, TapeEntry
+from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
@@ -25,7 +25,7 @@ from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import AwaitedRun, keep_compiled, print_json, require_role, stop_on_signals
 from archipelago.broker.shards.transport import of_shard
-from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder
+from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder, tell_refusal
 
 LINGER_SECONDS = 0.5
 LEASE_SECONDS_MIN = 0.1
@@ -92,10 +92,7 @@ def main(options: MergerOptions) -> int:
             manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume), for_run=True)
     except UnknownRunError as error:
         if error.code == OTHER_RUN:  # the run's scripts and islands say why nobody serves it
-            with suppress(BrokerError):
-                transport.reader.note(
-                    Note(transport.reader.server_ms() / 1000, "merger", REFUSED, f"{error}"[:NOTE_MAX])
-                )
+            tell_refusal(transport, f"{error}")
         raise
     transport.connection.register()
     with suppress(OSError):  # A merger serves without checkpoints where it cannot write.
@@ -148,7 +145,7 @@ def main(options: MergerOptions) -> int:
     try:
         is_finished = serve_shards(mergers, health.watched(stopped, phase))
     except UnknownRunError as error:
-        raise folder.lost(error, transport.run) from None
+        raise folder.lost(error, transport) from None
     finally:
         health.leave()
         curves.close()

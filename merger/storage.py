@@ -12,7 +12,7 @@ import logging
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,9 @@ from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.commits import Image
-from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
+from archipelago.broker.errors import BrokerError, ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import OTHER_FORMAT, Manifest
+from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole
@@ -38,6 +39,12 @@ KEEP = 3
 OTHER_RUN = "broker.other-run"
 
 log = logging.getLogger(__name__)
+
+
+def tell_refusal(transport: RedisTransport, text: str) -> None:
+    """Leave a note for the run's scripts, its islands and the page that says why no merger serves it."""
+    with suppress(BrokerError):
+        transport.reader.note(Note(transport.reader.server_ms() / 1000, "merger", REFUSED, text[:NOTE_MAX]))
 
 
 class MergerFolder:
@@ -232,23 +239,27 @@ class MergerFolder:
         log.warning("the run continues from %s", describe(images))
         return manifest
 
-    def lost(self, error: UnknownRunError, run: str) -> UnknownRunError:
-        """Return the error of a merger whose Redis has lost the run, with what its folder can restore."""
+    def lost(self, error: UnknownRunError, transport: RedisTransport) -> UnknownRunError:
+        """Return the error of a merger whose Redis has lost the run, with what its folder can restore.
+
+        If islands live, it is left in Redis for all who look for the run.
+        """
         if error.code != UnknownRunError.code:
             return error
-        numbers = self.store.numbers()
-        if not numbers:
-            remedy = (
-                f"{self.path} holds no checkpoint of it, so only `archipelago init` can begin it, from new weights."
-            )
-            return UnknownRunError(error.what, remedy, code="broker.lost")
-        return UnknownRunError(
-            error.what,
-            f"Continue it from checkpoint {numbers[-1]} of this merger: "
-            f"`archipelago init --run {run} --resume {shlex.quote(str(self.path.absolute()))}`, then start the merger "
-            "again. Islands that still run go on from there. Without --resume, it would begin from new weights.",
-            code="broker.resumable",
-        )
+        path, numbers = self.path.absolute(), self.store.numbers()
+        code, remedy = "broker.lost", (
+            f"{path} holds no checkpoint of it, so only `archipelago init` can begin it, from new weights."
+        )  # fmt: skip
+        if numbers:
+            code, remedy = "broker.resumable", (
+                f"Continue it from checkpoint {numbers[-1]} of the merger: "
+                f"`archipelago init --run {transport.run} --resume {shlex.quote(str(path))}`, then start the merger "
+                "again. Islands that still run go on from there. Without --resume, it would begin from new weights."
+            )  # fmt: skip
+        with suppress(BrokerError):
+            if any(presence.is_live for presence in transport.reader.presences()):
+                tell_refusal(transport, f"this Redis has lost it. {remedy}")
+        return UnknownRunError(error.what, remedy, code=code)
 
     def find_or_bring_back(self, transport: Transport, *, resume: bool) -> Manifest:
         """Return the run's manifest. If Redis does not have the run and `resume` is set, restore it first.

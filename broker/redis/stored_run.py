@@ -19,7 +19,7 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, Commit
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, WireError
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.manifest import FORMAT, OTHER_FORMAT, Manifest
-from archipelago.broker.messages import COUNT_MAX, Counters, Snapshot, text_fields, to_fields
+from archipelago.broker.messages import COUNT_MAX, REFUSED, Counters, Note, Snapshot, from_raw, text_fields, to_fields
 from archipelago.broker.redis.chunks import CHUNKS, PREVIOUS_SECONDS, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_wrong_kind
@@ -127,7 +127,7 @@ class StoredRun:
             "another with --run."
         )
         if self._has_islands():
-            remedy = (
+            remedy = self._said_by_merger() or (
                 "This Redis has lost it: its islands still write heartbeats here. The end of its merger's log has the "
                 f"command that continues it: `archipelago init --run {self._connection.run} --resume FOLDER`."
             )
@@ -142,6 +142,15 @@ class StoredRun:
                 return bool(self._connection.redis.exists(self._connection.keys.islands))
         except BrokerError:
             return False
+
+    def _said_by_merger(self) -> str:
+        """Return what the last merger has said about a run that is lost, such as the command that continues it."""
+        try:
+            newest = self._connection.newest(self._connection.keys.notes, 1)
+            notes = [from_raw(Note, raw) for _, raw in newest]
+        except (BrokerError, WireError):
+            return ""
+        return f"Its merger says: {notes[0].text}" if notes and notes[0].kind == REFUSED else ""
 
     def shape(self) -> Manifest:
         """Return the manifest as it was read first. Its fragments never change."""

@@ -88,10 +88,14 @@ def lost(tmp_path: Path) -> LostRun:
 def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp_path: Path) -> None:
     with pytest.raises(UnknownRunError) as raised:
         lost.merger.acquire()
-    found = lost.folder.lost(raised.value, "tiny")
+    assert MergerFolder(tmp_path / "other").lost(raised.value, lost.redis).code == "broker.lost"
+    found = lost.folder.lost(raised.value, lost.redis)
     assert found.code == "broker.resumable"
     assert str(tmp_path / "merger") in found.remedy
-    assert MergerFolder(tmp_path / "other").lost(raised.value, "tiny").code == "broker.lost"
+    assert f"--resume {tmp_path / 'merger'}`" in refusal(lost.redis.reader), "islands log it"
+    with failing(UnknownRunError, "broker.unknown-run") as looked:
+        lost.redis.reader.manifest()
+    assert f"--resume {tmp_path / 'merger'}`" in looked.value.remedy, "status and the page show it"
 
     lost.resume()
     assert 0 < lost.merger.state.closed < lost.closed
