@@ -60,6 +60,7 @@ _TELLS: dict[str, tuple[str, str, int, int | str, int | str]] = {
     "error": ("error", "", 0, 1, 2), "log": ("log", "", 0, 1, 2), "Problem": ("status", "", 0, 3, 4),
     "problem": ("doctor", "", 0, 1, 2), "warning": ("doctor", "", 0, 1, 2), "_tell": ("log", "", 0, 1, ""),
     "Reason": ("log", "refused.", 0, 1, ""), "wrong": ("error", "task.", 0, 1, 2),
+    "MismatchError": ("error", "", 0, "the worker and its run have different …", 4),
     "call": ("error", "task.", 0, "failed: …", "Correct the task's file."),
 }  # fmt: skip
 _READ = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.Call, ast.Tuple)
@@ -204,7 +205,8 @@ def codes_of(node: ast.Call | ast.Tuple, known: Texts) -> Iterator[Told]:
         return
     args = [texts_of(each, known) for each in parts]
     if "code" in given:
-        name, args = "error", [texts_of(given["code"], known), *args]
+        args = [texts_of(given["code"], known), *args]
+        name = name if name in _TELLS else "error"
     elif isinstance(extra := given.get("extra"), ast.Dict):
         text, *others = (max(each, key=len) for each in args[name == "log" :])
         said, _, remedy = (re.sub(r"%[.\d]*[a-z]", "%s", text) % tuple(others)).partition(". ")
