@@ -314,4 +314,4 @@ def muon_state(steps: int) -> Any:
     """Return the state after some steps: a momentum of the kernel, two moments of the scale, and two counts."""
     state = begin(tiny.MUON.inner, fresh())
     batches = jnp.asarray(np.arange(steps * 10, dtype=np.uint8).reshape(steps, 2, 5))
-    return tiny.steps_by(tiny.MUON.inner)(state, batches, jnp.asarray(0, jnp.int32))[0].optimizer
+    return tiny.steps_by(tiny.MUON.inner)(state, batches, jnp.int32(0), jnp.int32(tiny.MUON.inner.steps))[0].optimizer
