@@ -24,7 +24,7 @@ from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.history import ROWS_KEPT, History, thinned
 from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import evaluated, merger_in_words, size_in_words
-from archipelago.ops.watch.state_line import MOODS
+from archipelago.ops.watch.state_line import mood_of
 
 if TYPE_CHECKING:
     from archipelago.ops.watch.run_list import RunEntry
@@ -184,7 +184,7 @@ class Boards:
         """Return the run that was named, or all runs, as plain data."""
         if self.first:
             return [{"run": self.first.watch.manifest.run, "is_served": True}]
-        return [asdict(entry) | {"mood": MOODS.get(entry.state, "idle")} for entry in self.entries()]
+        return [asdict(entry) | {"mood": mood_of(entry.state, entry.problems > 0)} for entry in self.entries()]
 
 
 class Board:

@@ -115,9 +115,8 @@ def verdict(view: RunView) -> str:
         return f"It learns: the held-out loss is at its best, {figure}."
     worse = seen[-1][0] / seen[best][0] - 1.0
     word = "It is level" if since < VERDICT_EVALUATIONS or worse < LEVEL_SHARE else "It does not learn any more"
-    return (
-        f"{word}: the best held-out loss was {figure}; the newest is {worse:.1%} above it, {since} evaluations later."
-    )
+    later = "1 evaluation" if since == 1 else f"{since} evaluations"
+    return f"{word}: the best held-out loss was {figure}; the newest is {worse:.1%} above it, {later} later."
 
 
 def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:

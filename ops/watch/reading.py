@@ -271,7 +271,8 @@ class Watcher:
             self.latest = self.read()
         except ArchipelagoError as error:
             self._seldom_due = -math.inf  # After an outage everything is read again.
-            self._outage = Outage(error.what, CONTINUES if isinstance(error, UnreachableError) else error.remedy)
+            more = CONTINUES if isinstance(error, UnreachableError) else error.remedy
+            self._outage = Outage(error.what, f"{more} [{error.code}]")
         else:
             self._outage = None
         return self._outage is None
@@ -280,7 +281,7 @@ class Watcher:
         """Return why there is no new reading, if there is none. A reading that hangs is an outage."""
         last = self.latest
         if self._outage is None and last and self.wall() - last.unix_seconds > PATIENCE_SECONDS:
-            return Outage(SILENT, CONTINUES)
+            return Outage(SILENT, f"{CONTINUES} [{UnreachableError.code}]")
         return self._outage
 
     def read(self) -> RunReading:

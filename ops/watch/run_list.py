@@ -24,7 +24,7 @@ from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.run_source import RUNS, address_of
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch.advice import problems, state_of
+from archipelago.ops.watch.advice import grouped, problems, state_of
 from archipelago.ops.watch.formatting import ago, new_table
 from archipelago.ops.watch.reading import observe
 
@@ -63,6 +63,7 @@ class RunEntry:
         step, steps: The steps that it has made, and its length, which an operator may have set to less.
         live, known: The islands that are live, and those of the last day.
         is_served: Whether its Redis answers; else its figures are those of files.
+        problems: How many problems somebody should look at.
         idle_seconds: Time since a heartbeat arrived or a round closed; NaN if nothing has happened yet.
     """
 
@@ -78,6 +79,7 @@ class RunEntry:
     known: int = 0
     idle_seconds: float = math.nan
     is_served: bool = True
+    problems: int = 0
 
 
 def main(options: RunsOptions) -> int:
@@ -156,11 +158,13 @@ def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
     manifest, run = opened(transport, for_display=True)
     view = observe(run, manifest, refusals=())
+    found = problems(view)
     ages = [island.last_seen_seconds for island in view.islands] + [view.merger.still_seconds] * bool(view.rounds)
     return RunEntry(
-        run=manifest.run, where=where, state=state_of(view, problems(view)), model=manifest.config.model.size,
+        run=manifest.run, where=where, state=state_of(view, found), model=manifest.config.model.size,
         parameters=manifest.parameters, round=view.rounds, step=view.step, steps=view.steps, live=view.live,
         known=view.known, idle_seconds=max(0.0, min(ages)) if ages else math.nan,
+        problems=sum(problem.mood != "info" for problem in grouped(found)),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from archipelago.broker.messages import TapeEntry
+from archipelago.ops.watch.advice import grouped
 from archipelago.ops.watch.formatting import ago, clock
 from archipelago.ops.watch.reading import Outage, RunReading
 
@@ -47,7 +48,6 @@ class StateLine:
         remedy: What to do about it; may be empty.
         urgency: How much the sentence matters: bad, warn or idle.
         about: The code of the problem and who has it; its figures may change, and this stays.
-        code: The code of the problem; may be empty.
         since_unix_seconds: When the figures were true, if they are older than they should be; else NaN.
     """
 
@@ -60,7 +60,6 @@ class StateLine:
     remedy: str = ""
     urgency: str = "idle"
     about: str = ""
-    code: str = ""
     since_unix_seconds: float = math.nan
 
     @property
@@ -83,33 +82,40 @@ def state_line(reading: RunReading | None, outage: Outage | None = None) -> Stat
     view, word = reading.view, reading.state
     if outage and word != "finished":
         return replace(_away(outage), share=view.step / max(1, view.steps), since_unix_seconds=reading.unix_seconds)
-    seconds = math.nan
+    seconds, (sentence, remedy, urgency, about) = math.nan, _remark(reading)
     if word == "training" and (speed := steps_per_second(view.tape)) > 0.0:
         seconds = max(0, view.steps - view.step) / speed
     return StateLine(
-        word, MOODS[word], view.step / max(1, view.steps), seconds,
+        word, mood_of(word, urgency != "idle"), view.step / max(1, view.steps), seconds,
         "stalled" if word in STANDING else "" if math.isnan(seconds) else f"about {ago(seconds)} left",
-        *_remark(reading), reading.unix_seconds - view.round_seconds if word in STANDING else math.nan,
+        sentence, remedy, urgency, about, reading.unix_seconds - view.round_seconds if word in STANDING else math.nan,
     )  # fmt: skip
+
+
+def mood_of(word: str, is_troubled: bool) -> str:
+    """Return the mood of a state. A run that trains with a problem that somebody should look at is not good."""
+    mood = MOODS.get(word, "idle")
+    return "warn" if is_troubled and mood in ("good", "busy") else mood
 
 
 def _away(outage: Outage) -> StateLine:
     return StateLine(NO_ANSWER, "warn", 0.0, math.nan, "stalled", f"{outage.what}.", outage.more, "bad", NO_ANSWER)
 
 
-def _remark(reading: RunReading) -> tuple[str, str, str, str, str]:
-    """Return sentence, remedy, urgency, `about` and code: of the worst problem, or a remark on a state without one."""
-    found = [problem for problem in reading.problems if problem.mood != "info"]
+def _remark(reading: RunReading) -> tuple[str, str, str, str]:
+    """Return sentence, remedy, urgency and `about`: of the worst problem, or a remark about a state without one."""
+    found = [problem for problem in grouped(reading.problems) if problem.mood != "info"]
     if not found or reading.state == "finished":
         sentence, remedy = _REMARKS.get(reading.state, ("", ""))
         view = reading.view
         place = view.folder or f"{view.address} --run {view.run}".lstrip()
         generate = "" if view.manifest.config.has_user_loops else f", `archipelago generate {place}`"
-        return sentence, remedy.format(run=view.run, place=place, generate=generate), "idle", "", ""
+        return sentence, remedy.format(run=view.run, place=place, generate=generate), "idle", ""
     first = found[0]
     who = "" if first.who in ("run", "redis", "merger") else f"{first.who}: "
     more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
-    return f"{who}{first.text}{more}", first.remedy, first.mood, f"{first.code} {first.who}", first.code
+    about = f"{first.code} {'islands' if first.names else first.who}"
+    return f"{who}{first.text}{more}", f"{first.remedy} [{first.code}]", first.mood, about
 
 
 def steps_per_second(tape: Sequence[TapeEntry]) -> float:

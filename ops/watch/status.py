@@ -40,6 +40,8 @@ from archipelago.ops.watch.state_line import StateLine, state_line
 
 #: How many islands and problems are shown. `--json` has all.
 ROWS = 40
+#: How many islands with the same problem are named.
+NAMED = 8
 FRAMES_A_SECOND = 4.0
 #: The columns of the table of islands; docs/guide/watch.md says what each means. The names are short so that the
 #: table fits into 80 columns.
@@ -130,7 +132,9 @@ def render(reading: RunReading, rows: int | None = None) -> RenderableType:
     view, lines = reading.view, problem_lines(reading.view, reading.problems)
     if rows is not None and len(lines) > rows:
         lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
-    return Group(state_text(state_line(reading)), run_lines(view), Islands(view, rows), *lines)
+    state = state_line(reading)
+    first = state_text(state, with_remedy=state.urgency == "idle")  # The lines of the problems have theirs.
+    return Group(first, run_lines(view), Islands(view, rows), *lines)
 
 
 def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
@@ -164,8 +168,7 @@ def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
     style = _MOOD_STYLES[state.urgency if state.sentence else state.mood]
     text = Text(printable(state.text), style="" if style == "dim" else style)
     text.stylize(f"bold {_MOOD_STYLES[state.mood]}", 0, len(state.word))
-    more = [state.remedy, state.code and f"[{state.code}]"] if with_remedy else []
-    return text.append(printable("".join(f" {each}" for each in more if each)), style)
+    return text.append(printable(f" {state.remedy}"), style) if with_remedy and state.remedy else text
 
 
 def line(reading: RunReading | None, outage: Outage | None = None) -> str:
@@ -240,7 +243,8 @@ def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
         lines.append(f"contributions refused so far: {', '.join(f'{code} {count:,}' for code, count in counts)}")
     out = []
     for problem in grouped(found):
-        names = f" ({', '.join(problem.names)})" if problem.names else ""
+        more = f" and {len(problem.names) - NAMED:,} more" if len(problem.names) > NAMED else ""
+        names = f" ({', '.join(problem.names[:NAMED])}{more})" if problem.names else ""
         text = printable(f"{problem.who}{names}: {problem.text} {problem.remedy} [{problem.code}]")
         out.append(Text(text, style="bold red" if problem.mood == "bad" else "yellow"))
     return [*out, *(Text(printable(line), style="yellow") for line in lines)]

@@ -67,6 +67,7 @@ def test_runs_of_a_redis_with_their_state(url: str, raw: Any, capsys: pytest.Cap
         "served": "starting",
     }  # fmt: skip
     assert (found["alone"]["live"], found["alone"]["known"]) == (2, 2)
+    assert {name for name, entry in found.items() if entry["problems"]} == {"alone", "left", "fresh", "paused"}
     assert found["fresh"]["idle_seconds"] is None
     assert found["left"]["idle_seconds"] < 60
     assert run(["runs", url]) == 0

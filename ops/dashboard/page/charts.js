@@ -132,7 +132,7 @@ const Charts = (() => {
     }, nothing());
     const training = last(known(lines.smooth)), newest = last(known(held.loss));
     const then = lines.smooth[lines.round.findIndex((round) => round >= last(held.round))]; // training loss at that round
-    legend("legend-learn", lines.round.length || held.loss.length ? [
+    legend("legend-learn", known(lines.loss).length || held.loss.length ? [
       ["s1", "training, smoothed", fixed(training, 4)], ["s2", "held-out", fixed(newest, 4)],
       ...(then && newest ? [["", "gap", fixed(newest - then, 3)]] : []),
       ...(single.length ? [["s3", "one process", fixed(last(single), 4)]] : []),

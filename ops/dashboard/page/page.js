@@ -150,7 +150,7 @@ function writeTiles(run) {
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
   fill($("verdict"), page.verdict, () => [worded("span", "", page.verdict)]);
   const told = [
-    `${page.evaluated[0].toUpperCase()}${page.evaluated.slice(1)}.`, run.held_out_first !== null && `The first was ${fixed(run.held_out_first)}.`,
+    isAway() && `As of ${clock(page.unix_seconds)}:`, `${page.evaluated[0].toUpperCase()}${page.evaluated.slice(1)}.`, run.held_out_first !== null && `The first was ${fixed(run.held_out_first)}.`,
     ending(state.seconds_left),
   ].filter(Boolean).join(" ");
   fill($("learn-sub"), told, () => [worded("span", "", told)]);
@@ -164,7 +164,7 @@ function writeTiles(run) {
   put("step-sub", run.rounds ? `round ${count(run.rounds)}${inlined ? "" : isOld() ? `, as of ${clock(page.unix_seconds - ago)}` : ago < 3 ? ", just now" : `, ${span(ago)} ago`}` : "no round yet");
   put("tokens", short(run.tokens_merged));
   put("tokens-sub", [
-    page.tokens_per_second ? `${brief(page.tokens_per_second)}/s` : "", run.tokens_lost ? `${brief(run.tokens_lost)} lost` : "none lost",
+    page.tokens_per_second && state.word === "training" ? `${brief(page.tokens_per_second)}/s` : "", run.tokens_lost ? `${brief(run.tokens_lost)} lost` : "none lost",
     run.passes !== null && `${fixed(run.passes, 2)} passes`,
   ].filter(Boolean).join(" · "));
   const limit = run.memory_limit_bytes, used = run.memory_bytes;
@@ -321,14 +321,15 @@ const isAway = () => ["no answer", "no connection"].includes(state.word);
 const isOld = () => state.since_unix_seconds !== null;
 
 function writeState() {
-  const link = $("link"), banner = $("banner"), { word, mood, left, sentence, remedy, urgency, code } = state;
+  const link = $("link"), banner = $("banner"), { word, mood, left, sentence, remedy, urgency } = state;
   put("state", word);
   $("state").dataset.mood = mood;
   put("eta", inlined || !left ? "" : `${left} ·`);
   document.documentElement.dataset.old = isAway() ? "all" : isOld() ? "merged" : "";
   banner.hidden = !sentence || (tab() === "overview" && !isAway() && urgency !== "idle"); // What to do has it
   banner.dataset.mood = urgency;
-  fill(banner, [sentence, remedy, code], () => [sentence, " ", worded("span", "remedy", code ? `${remedy} [${code}]` : remedy)]);
+  banner.toggleAttribute("data-away", isAway());
+  fill(banner, [sentence, remedy], () => [sentence, " ", worded("span", "remedy", remedy)]);
   link.dataset.mood = inlined || !page ? "idle" : isAway() ? "warn" : "good";
   link.querySelector("span").textContent = inlined ? "report" : !page ? "connecting" : isAway() ? `as of ${clock(page.unix_seconds)}` : "live";
 }
@@ -337,7 +338,7 @@ function writeState() {
 function disconnect(sentence) {
   if (state.word !== "finished") {
     state = { ...state, word: "no connection", mood: "warn", seconds_left: null, left: "stalled", since_unix_seconds: page?.unix_seconds ?? null,
-      sentence, remedy: "", urgency: "bad", code: "" };
+      sentence, remedy: "", urgency: "bad" };
   }
   write();
   writeState();
@@ -361,7 +362,7 @@ async function readRuns() {
       if (!run.is_served) name.append(worded("small", "", `\`archipelago dash ${run.run}\` opens it`));
       const texts = { model: run.model || dash, round: count(run.round), step: run.steps ? `${count(run.step)} of ${count(run.steps)}` : dash,
         islands: `${run.live} of ${run.known} live`, active: run.idle_seconds === null ? dash : `${span(run.idle_seconds)} ago`, where: run.where };
-      return element("tr", "", name, element("td", "", pill(run.state, run.mood)), ...Object.entries(texts).map(([title, text]) => titled(title, text)));
+      return element("tr", "", name, element("td", "", pill(run.state, run.mood), ...(run.problems ? [element("small", "", `${run.problems} ${run.problems === 1 ? "problem" : "problems"}`)] : [])), ...Object.entries(texts).map(([title, text]) => titled(title, text)));
     }));
   }
   if (!still) setTimeout(readRuns, 5000);

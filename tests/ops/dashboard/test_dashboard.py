@@ -171,7 +171,11 @@ def test_health_and_metrics_are_those_of_the_view(client: TestClient, watch: Wat
 
 
 def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clock: VirtualClock) -> None:
-    entries = [RunEntry("other", "redis", "training"), RunEntry("shut", "runs/shut", "ended", is_served=False)]
+    entries = [
+        RunEntry("other", "redis", "training"),
+        RunEntry("ill", "redis", "training", problems=2),
+        RunEntry("shut", "runs/shut", "ended", is_served=False),
+    ]
     asked: list[str] = []
 
     def opened(run: str) -> Watcher:
@@ -184,7 +188,7 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
         client = TestClient(application(boards), "http://localhost")
         found = client.get("/api/runs").json()
         assert [(run["run"], run["mood"], run["is_served"]) for run in found] == [
-            ("other", "good", True), ("shut", "idle", False),
+            ("other", "good", True), ("ill", "warn", True), ("shut", "idle", False),
         ]  # fmt: skip
         assert not asked
         for run, status in (("other", 200), ("shut", 404), ("../etc", 404), ("other", 200)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.memory.transport import MemoryTransport
 from archipelago.broker.messages import Note
 from archipelago.ops.dashboard.main import serving
@@ -176,6 +178,21 @@ def test_the_page_survives_a_restart_of_its_server(page: Page, transport: Memory
     with serving(Boards(Watcher(transport)), "127.0.0.1", port):
         until(lambda: page.text("#step-sub").startswith("round 41"), "the page goes on")
         until(lambda: not page.is_shown("#banner"), "all is well again")
+
+
+def test_a_phone_shows_what_to_do_and_no_speed_while_redis_does_not_answer(
+    page: Page, address: str, until: Until, transport: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(count: int) -> NoReturn:
+        raise UnreachableError("Redis does not answer", "Is it running?")
+
+    page.width(390)
+    page.open(address)
+    assert "/s" in page.text("#tokens-sub")
+    monkeypatch.setattr(transport.reader, "tape", away)
+    until(lambda: page.text("#state") == "no answer", "the page says so")
+    assert page.is_shown("#banner .remedy") and page.text("#banner").endswith("[broker.unreachable]")
+    assert "/s" not in page.text("#tokens-sub") and page.text("#learn-sub").startswith("As of ")
 
 
 def test_a_report_is_one_file_that_needs_no_network(

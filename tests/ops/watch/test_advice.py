@@ -271,6 +271,16 @@ def test_a_run_that_stands_still_is_stalled_and_its_figures_have_a_time(
     assert state_line(reading(still, holder, pending=0), outage).word == word, "also if nothing waits"
 
 
+def test_a_run_that_trains_with_a_problem_is_not_good_and_names_its_code() -> None:
+    silent = view(*(beat(f"i{n}", 20.0) for n in range(60)), tape=PACED)
+    state = state_line(RunReading(silent, NOW, problems(silent, NOW)))
+    assert (state.word, state.mood, state.urgency, state.about) == ("training", "warn", "warn", "island.silent islands")
+    assert state.remedy.endswith("[island.silent]")
+    assert state.sentence.startswith("60 islands: ") and "more)" not in state.sentence, "they are one problem"
+    thin = view(beat("a", link="thin link at 3.2 Mbit/s up: fewer bits"), tape=PACED)
+    assert state_line(RunReading(thin, NOW, problems(thin, NOW))).mood == "good", "nothing has to be done"
+
+
 def test_a_finished_run_stays_finished_without_its_redis() -> None:
     ended = reading(step=2000, live=0, pending=0)
     for outage in (None, HANGS):
@@ -327,6 +337,7 @@ def evaluated(losses: Sequence[float], training: float = 2.0) -> RunView:
 )
 def test_the_verdict_names_the_best_when_it_was_and_the_trend(losses: Sequence[float], begin: str) -> None:
     assert verdict(evaluated(losses)).startswith(begin)
+    assert " 1 evaluations" not in verdict(evaluated(losses))
 
 
 def test_a_run_of_scripts_without_losses_says_so() -> None:

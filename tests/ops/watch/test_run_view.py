@@ -20,7 +20,7 @@ from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.history import RECENT_ROUNDS
 from archipelago.ops.watch.reading import RunReading, observe, summarise
 from archipelago.ops.watch.run_view import RunView, evaluated
-from archipelago.ops.watch.status import render
+from archipelago.ops.watch.status import NAMED, problem_lines, render
 from tests import samples
 from tests.samples import member
 
@@ -185,6 +185,11 @@ def test_a_terminal_shows_the_facts() -> None:
         assert "does not answer" not in text  # The last link state of a silent island is not shown.
 
 
+def test_a_finished_run_has_its_next_commands() -> None:
+    ended = replace(VIEW, step=VIEW.steps, live=0, pending=0)
+    assert all(f"archipelago {verb} " in words(shown(ended, 80)) for verb in ("report", "export", "generate"))
+
+
 def test_numbers_are_not_cut_in_80_columns() -> None:
     busy = samples.heartbeat(
         "an-island-with-a-long-name-7", steps=123_456, tokens_per_second=1_234_567.0, loss=2.345, staleness=12.34,
@@ -204,6 +209,12 @@ def test_formatted_sizes_and_numbers() -> None:
     sizes = {999: "999 B", 1000: "1.0 kB", 123_456: "123 kB", 7e15: "7.0 PB"}
     assert {count: size(count) for count in sizes} == sizes
     assert (number(1234.5678), number(0.5, 1), number(math.nan)) == ("1,234.568", "0.5", "–")
+
+
+def test_a_problem_of_many_islands_names_few_of_them() -> None:
+    view = summarise(MANIFEST, TAPE, [Presence(samples.heartbeat(f"i{n:02}"), 20.0) for n in range(60)], COUNTERS)
+    (line,) = [str(each) for each in problem_lines(view, problems(view)) if "island.silent" in str(each)]
+    assert line.count("i0") == NAMED and f"and {60 - NAMED} more)" in line
 
 
 def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
