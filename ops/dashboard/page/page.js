@@ -197,7 +197,7 @@ function cellsOf(island) {
     [island.live ? count(island.tokens_per_second) : dash],
     [island.live && island.step_seconds ? duration(island.step_seconds) : dash],
     [size(island.bytes_up)], [size(island.bytes_down)], [count(island.backlog)],
-    [inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now"],
+    [isAway() ? dash : inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now"],
   ];
 }
 

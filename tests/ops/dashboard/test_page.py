@@ -193,6 +193,12 @@ def test_a_phone_shows_what_to_do_and_no_speed_while_redis_does_not_answer(
     until(lambda: page.text("#state") == "no answer", "the page says so")
     assert page.is_shown("#banner .remedy") and page.text("#banner").endswith("[broker.unreachable]")
     assert "/s" not in page.text("#tokens-sub") and page.text("#learn-sub").startswith("As of ")
+    page.driver.get(f"{address}/islands")
+    until(lambda: page.text("#islands tr:first-child td:last-child") == "–", "nobody was seen now")
+    colours = (
+        "return ['#islands .pill', '#islands td.num'].map(at => getComputedStyle(document.querySelector(at)).color)"
+    )
+    assert len(set(page.run(colours))) == 1, "no old state is green"
 
 
 def test_a_report_is_one_file_that_needs_no_network(
