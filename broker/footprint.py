@@ -43,13 +43,16 @@ TAPE_ENTRY: Final = 600
 ACTIVATION_BYTES: Final = 68
 
 
-def footprint(manifest: Manifest) -> dict[str, int]:
-    """Estimate the memory of a run in bytes: of one island, a merger, and Redis at its peak, by these words."""
+def footprint(manifest: Manifest, spectra: int) -> dict[str, int]:
+    """Estimate the memory of a run in bytes: of one island, a merger, and Redis at its peak, by these words.
+
+    `spectra` is what its merger takes to change spectra (`merger.weights.spectra_bytes`).
+    """
     parameters, largest = manifest.parameters, max(manifest.sizes, default=0)
     island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + _of_batches(manifest)
     return {
         "an island": USER_LOOP_PER_PARAMETER * parameters if manifest.config.has_user_loops else island,
-        "the merger": sum(merger_parts(manifest.config, parameters, largest).values()),
+        "the merger": sum(merger_parts(manifest.config, parameters, largest, spectra).values()),
         "Redis": sum(redis_parts(manifest.config, parameters, largest).values()),
     }
 
@@ -66,8 +69,14 @@ def _of_batches(manifest: Manifest) -> int:
     return sums + an_element * config.tokens_per_step // parts
 
 
-def merger_parts(config: RunConfig, parameters: int, largest: int, *, checkpoints: bool = True) -> dict[str, int]:
-    """Estimate the memory of a merger at its peak, by part in words. `largest` is the size of the largest fragment."""
+def merger_parts(
+    config: RunConfig, parameters: int, largest: int, spectra: int, *, checkpoints: bool = True
+) -> dict[str, int]:
+    """Estimate the memory of a merger at its peak, by part in words.
+
+    `largest` is the size of the largest fragment; `spectra` are the bytes by `merger.weights.spectra_bytes`, or 0 if an
+    accelerator changes them.
+    """
     is_rounded = config.wire.full != "float32" or config.wire.sends_differences
     state = 4 * (1 + has_momentum(config) + is_rounded) * parameters
     return {
@@ -76,6 +85,7 @@ def merger_parts(config: RunConfig, parameters: int, largest: int, *, checkpoint
         "a checkpoint that is written": state if checkpoints else 0,
         "what rounds replace meanwhile": state if checkpoints else 0,
         "the fragment that is merged": MERGER_PER_FRAGMENT * largest,
+        "spectra that are changed": spectra,
     }
 
 

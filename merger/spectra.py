@@ -209,6 +209,16 @@ def operations(shape: tuple[int, int], exponent: float) -> float:
     return 5.0 * once if exponent == 0.0 else once + 96.0 * side**3
 
 
+def memory(shape: tuple[int, int], exponent: float) -> int:
+    """Return the bytes that numpy takes at its peak to change a matrix, besides the matrix (measured). XLA takes fewer.
+
+    The second factor is that of square matrices, of which p = ½ has many.
+    """
+    side, length = sorted(shape)
+    of_element, of_square = (52, 48) if exponent == 0.0 else (24, 180)
+    return of_element * side * length + of_square * side**2
+
+
 def powered(x_SC: Array, exponent: float, products: Products) -> Array:
     """Return U Sᵖ Vᵀ, times some positive number, by these products.
 

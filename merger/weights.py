@@ -26,7 +26,7 @@ import numpy as np
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.merger.scores import Sent, short
-from archipelago.merger.spectra import Matrix, operations
+from archipelago.merger.spectra import Matrix, memory, operations
 
 #: Decay per round of the running mean of s, which remembers about twenty rounds.
 RUNNING_DECAY = 0.95
@@ -241,6 +241,12 @@ class Group:
         sides = [len(part) for part in np.array_split(range(side), self.blocks)]
         return math.prod(stack) * sum(operations((part, length), self.exponent) for part in sides)
 
+    @property
+    def largest_block(self) -> tuple[int, int]:
+        """The shape of the largest block, shorter side first."""
+        side, length = sorted(self.shape[-2:])
+        return math.ceil(side / self.blocks), length
+
     def matrices(self, fragment_N: Matrix) -> list[Matrix]:
         """Return the blocks as views of a fragment's vector."""
         *_, rows, columns = self.shape
@@ -266,5 +272,19 @@ def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
 
 def cycle_work(tensors: Sequence[Tensor], config: MergeConfig) -> tuple[float, int]:
     """Return the floating-point operations and the elements of all spectra of a cycle: each fragment is merged once."""
-    changed = [group for group in groups([(tensor, 0) for tensor in tensors], config) if group.changes_spectrum]
+    changed = _changed(tensors, config)
     return sum(group.operations for group in changed), sum(group.length for group in changed)
+
+
+def spectra_bytes(tensors: Sequence[Tensor], config: MergeConfig, largest: int, threads: int) -> int:
+    """Return the memory that spectra take at their peak on the processor, besides the fragment that is merged.
+
+    Each thread changes a block, and all blocks are of one fragment. `largest` is the size of the largest one.
+    """
+    shapes = [(group.largest_block, group.exponent) for group in _changed(tensors, config)]
+    counts = (min(threads, max(1, largest // math.prod(shape))) for shape, _ in shapes)
+    return max((count * memory(*each) for count, each in zip(counts, shapes, strict=True)), default=0)
+
+
+def _changed(tensors: Sequence[Tensor], config: MergeConfig) -> list[Group]:
+    return [group for group in groups([(tensor, 0) for tensor in tensors], config) if group.changes_spectrum]

@@ -19,7 +19,7 @@ from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
-from archipelago.broker.footprint import available_here, footprint, memory_text
+from archipelago.broker.footprint import available_here, memory_text
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, name_of_new_run, print_json
@@ -30,6 +30,7 @@ from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
+from archipelago.ops.simulation.cycle import footprint_here
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def text_of(manifest: Manifest) -> str:
 
 def tell_of_memory(manifest: Manifest, server: Memory) -> None:
     """Say how much memory each part of the run takes, and warn if the Redis or this machine has less."""
-    parts, available = footprint(manifest), available_here()
+    parts, available = footprint_here(manifest), available_here()
     needed = ", ".join(f"{part} {memory_text(size)}" for part, size in parts.items())
     say(f"memory: {needed}; {memory_text(available)} are available here")
     if manifest.config.model.recomputes_layers:

@@ -13,10 +13,11 @@ from typing import Final, NamedTuple
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
-from archipelago.broker.footprint import has_momentum, merger_parts, redis_parts
-from archipelago.broker.manifest import Tensor
+from archipelago.broker.footprint import footprint, has_momentum, merger_parts, redis_parts
+from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.merger.weights import cycle_work
+from archipelago.merger.spectra import default_threads
+from archipelago.merger.weights import cycle_work, spectra_bytes
 from archipelago.ops.watch.formatting import seconds_text
 
 #: Bytes of a Redis that holds no run.
@@ -25,6 +26,8 @@ REDIS_BASE: Final = 9_000_000
 MERGER_SHARE_MAX: Final = 0.9
 #: A merger that spends more of an interval on spectra has too little time for contributions, commits and checkpoints.
 SHARE_MAX: Final = 0.7
+#: The threads that change spectra in each merger, for its memory.
+THREADS: Final = 8
 #: A run has no more fragments (`sync.fragments`).
 FRAGMENTS_MAX: Final = 4096
 
@@ -56,17 +59,22 @@ def cycle(
     islands: int,
     shards: int = 1,
     *,
+    tensors: Sequence[Tensor] = (),
     checkpoints: bool = True,
 ) -> Cycle:
-    """Predict a cycle of a run whose shards have equal parts of the fragments, which have equal sizes."""
+    """Predict a cycle of a run whose shards have equal parts of the fragments, which have equal sizes.
+
+    A merger takes memory for the spectra of `tensors`, on THREADS threads.
+    """
     wire, elements, rounds = config.wire, math.ceil(parameters / shards), math.ceil(fragments / shards)
     sizes = elements, math.ceil(parameters / fragments)
+    spectra = spectra_bytes(tensors, config.merge, sizes[1], THREADS)
     up, down, full = (codec(name).encoded_size(elements) for name in (wire.up, wire.down, wire.full))
     # Without differences, each round writes the full state, and the last snapshot stays for a while.
     written = islands * up + down if wire.sends_differences else full + 4 * elements * (1 + has_momentum(config))
     return Cycle(
         shards=shards,
-        merger_bytes=sum(merger_parts(config, *sizes, checkpoints=checkpoints).values()),
+        merger_bytes=sum(merger_parts(config, *sizes, spectra, checkpoints=checkpoints).values()),
         redis_first_bytes=REDIS_BASE + full + written,
         redis_bytes=REDIS_BASE + sum(redis_parts(config, *sizes, islands, rounds).values()),
         bytes_up=codec(wire.up).encoded_size(parameters),
@@ -75,7 +83,14 @@ def cycle(
 
 
 def fitting_cycle(
-    config: RunConfig, parameters: int, fragments: int, islands: int, *, merger_bytes: float, redis_bytes: float
+    config: RunConfig,
+    parameters: int,
+    fragments: int,
+    islands: int,
+    *,
+    merger_bytes: float,
+    redis_bytes: float,
+    tensors: Sequence[Tensor] = (),
 ) -> Cycle | None:
     """Predict a cycle with the fewest shards that fit into machines; None if none do.
 
@@ -83,13 +98,19 @@ def fitting_cycle(
     shard.
     """
     for shards in range(1, FRAGMENTS_MAX // fragments + 1):
-        found = cycle(config, parameters, fragments * shards, islands, shards)
+        found = cycle(config, parameters, fragments * shards, islands, shards, tensors=tensors)
         if (
             found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
             and found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
         ):
             return found
     return None
+
+
+def footprint_here(manifest: Manifest) -> dict[str, int]:
+    """Estimate the memory of a run (`footprint`) whose merger changes spectra on the processors of this machine."""
+    config, largest = manifest.config.merge, max(manifest.sizes, default=0)
+    return footprint(manifest, spectra_bytes(manifest.tensors, config, largest, default_threads()))
 
 
 # -- the links -------------------------------------------------------------------------------------------------------

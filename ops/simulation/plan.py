@@ -18,6 +18,7 @@ from archipelago.broker.process import print_json
 from archipelago.ops.settings import flags, say
 from archipelago.ops.simulation.cycle import (
     LADDER,
+    THREADS,
     Cycle,
     Load,
     SpectraLoad,
@@ -153,9 +154,11 @@ def plan(options: PlanOptions) -> RunPlan:
     way, fragments, need, fits = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
     interval_seconds = way.interval * step_seconds
-    of_run = checked({"wire": {"up": way.up, "down": way.down}}), parameters, fragments, fleet.islands
-    fitting = fitting_cycle(*of_run, merger_bytes=1e9 * options.merger_gb, redis_bytes=1e9 * options.redis_gb)
-    need_of_cycle = fitting or cycle(*of_run)
+    config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
+    of_run, tensors = (config, parameters, fragments, fleet.islands), tensors_of(options.model)
+    merger_bytes, redis_bytes = 1e9 * options.merger_gb, 1e9 * options.redis_gb
+    fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors)
+    need_of_cycle = fitting or cycle(*of_run, tensors=tensors)
     return RunPlan(
         parameters=parameters,
         tokens=tokens,
@@ -170,7 +173,7 @@ def plan(options: PlanOptions) -> RunPlan:
         seconds=tokens / (options.chips * options.tokens_per_second * max(fleet.goodput, 1e-9)),
         data_parallel_goodput=alone.goodput,
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
-        spectra=spectra_loads(tensors_of(options.model), options.merge, interval_seconds, need_of_cycle.shards),
+        spectra=spectra_loads(tensors, options.merge, interval_seconds, need_of_cycle.shards),
         cycle=need_of_cycle,
         has_room=fitting is not None,
     )
@@ -323,8 +326,9 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         f"         in all {size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
         f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
         _link_line(options, found),
-        f"memory   a merger {size(found.cycle.merger_bytes)}; a Redis {size(found.cycle.redis_first_bytes)} after the "
-        f"first cycle, {size(found.cycle.redis_bytes)} at most between two compactions",
+        f"memory   a merger {size(found.cycle.merger_bytes)} with {THREADS} threads; a Redis "
+        f"{size(found.cycle.redis_first_bytes)} after the first cycle, {size(found.cycle.redis_bytes)} at most between "
+        "two compactions",
         *(_spectra_line(found, each) for each in found.spectra),
         *([] if found.spectra else ["merger   changes no spectra by these rules"]),
         "",

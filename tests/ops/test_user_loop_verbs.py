@@ -123,9 +123,9 @@ def test_a_run_of_scripts_has_no_settings_of_ours_and_no_model(served: Served) -
     shown = page_data.settings(manifest)
     assert shown["inner.steps"] == "1000"
     assert not {"data.corpus", "inner.learning_rate", "model.size"} & set(shown)
-    assert footprint(manifest)["an island"] == 16 * manifest.parameters, "what the link holds"
+    assert footprint(manifest, 0)["an island"] == 16 * manifest.parameters, "what the link holds"
     parts = redis_parts(manifest.config, manifest.parameters, max(manifest.sizes))
-    assert footprint(manifest)["Redis"] == sum(parts.values())
+    assert footprint(manifest, 0)["Redis"] == sum(parts.values())
     with failing(ConfigError, "model.own"):
         generate(GenerateOptions(served.url, run="own"))
     with failing(ConfigError, "model.own"):

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from archipelago.broker.address import redacted
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError, require_number
-from archipelago.broker.footprint import available_here, footprint
+from archipelago.broker.footprint import available_here
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.machine import install_hint, usable_cores
 from archipelago.broker.manifest import Corpus, Manifest
@@ -36,7 +36,7 @@ from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
 from archipelago.broker.transport import refusal
-from archipelago.ops.simulation.cycle import SpectraWay, spectra_loads
+from archipelago.ops.simulation.cycle import SpectraWay, footprint_here, spectra_loads
 from archipelago.ops.watch.doctor import server as checks
 from archipelago.ops.watch.doctor.server import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import seconds_text, size
@@ -253,7 +253,7 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     """Check this machine, and what an island of the run would do here."""
     manifest = server.manifest
     found = [
-        machine(available_here(), footprint(manifest) if manifest else None),
+        machine(available_here(), footprint_here(manifest) if manifest else None),
         disk(free_bytes(folder), folder, manifest.parameters if manifest else 0),
         devices := accelerators(),
     ]

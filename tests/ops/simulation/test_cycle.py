@@ -11,10 +11,11 @@ import pytest
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, WireConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.footprint import MERGER_BASE
-from archipelago.broker.manifest import Tensor
+from archipelago.broker.footprint import MERGER_BASE, footprint
+from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor
 from archipelago.islands.models.registry import build
-from archipelago.merger.weights import cycle_work
+from archipelago.merger.spectra import default_threads
+from archipelago.merger.weights import cycle_work, spectra_bytes
 from archipelago.ops.simulation.cycle import (
     FRAGMENTS_MAX,
     MERGER_SHARE_MAX,
@@ -23,6 +24,7 @@ from archipelago.ops.simulation.cycle import (
     cycle,
     decoder,
     fitting_cycle,
+    footprint_here,
     spectra_loads,
 )
 from tests.failing import failing
@@ -94,6 +96,19 @@ def test_longer_intervals_more_mergers_and_smaller_blocks_make_spectra_fit() -> 
         (blocks,) = spectra_loads(TENSORS, replace(ISOTROPIC, isotropic_side_max=64), 1e-6, ways=[way])
         assert blocks.seconds < slow.seconds
     assert not spectra_loads(TENSORS, MergeConfig(embedding="rda", rest="rda"), 1.0)
+
+
+def test_the_memory_of_a_merger_includes_its_spectra() -> None:
+    """Each fragment has room for one matrix."""
+    fragments = 3 * 100 * 400, 3
+    tensors = (Tensor("a", (1, 100, 400)), Tensor("b", (2, 100, 400)))
+    rules = (MergeConfig(embedding="rda", rest="rda"), ISOTROPIC)
+    by_rda, found = (cycle(replace(CONFIG, merge=rule), *fragments, 2, tensors=tensors).merger_bytes for rule in rules)
+    assert found - by_rda == 52 * 100 * 400 + 48 * 100 * 100
+    manifest = Manifest("x", replace(CONFIG, merge=ISOTROPIC), tensors, (("a", "b"),), NO_CORPUS, {})
+    changed, kept = footprint_here(manifest), footprint(manifest, 0)
+    of_threads = spectra_bytes(tensors, ISOTROPIC, 120_000, default_threads())
+    assert changed == kept | {"the merger": kept["the merger"] + of_threads}
 
 
 def test_the_default_limit_lets_eight_threads_serve_124_million_parameters() -> None:
