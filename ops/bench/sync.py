@@ -33,7 +33,7 @@ from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches, range_order
-from archipelago.islands.inner import InnerState
+from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.ops.bench.harness import (
@@ -299,15 +299,13 @@ def _synced(island: Island) -> Counts:
     return Counts(began, time.monotonic(), uplink.bytes_up + uplink.bytes_down - before)
 
 
-def stand_in(
-    manifest: Manifest, seed: int
-) -> Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]:
+def stand_in(manifest: Manifest, seed: int) -> InnerSteps:
     """Return inner steps that make a random walk, because noise does not compress."""
     random = np.random.default_rng(seed)
     noise = {t.name: jnp.asarray(random.standard_normal(t.shape, np.float32) * NOISE) for t in manifest.tensors}
     walked = jax.jit(lambda params: jax.tree.map(jnp.add, params, noise), donate_argnums=0)
 
-    def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
+    def steps(state: InnerState, tokens_nxBxT1: jax.Array, *clock: jax.Array) -> tuple[InnerState, jax.Array]:
         params = walked(state.params)
         return state._replace(params=params), jnp.full(tokens_nxBxT1.shape[0], 2.0, jnp.float32)
 
