@@ -55,7 +55,8 @@ has it; with hostile islands, to the run without them.
 RECORDED = "Recorded by commit"
 #: What a code looks like. Codes of classes of errors may have one word.
 _CODE = re.compile(r"[a-z]+(\.[a-z0-9-]+)+")
-#: By the name of a call: where its code is seen and what comes before it, and the places of code, sentence and remedy.
+#: By the name of a call: where users see its code, the prefix of the code, and which arguments are code, sentence and
+#: remedy. A text in place of a number is the sentence or the remedy itself.
 _TELLS: dict[str, tuple[str, str, int, int | str, int | str]] = {
     "error": ("error", "", 0, 1, 2), "log": ("log", "", 0, 1, 2), "Problem": ("status", "", 0, 3, 4),
     "problem": ("doctor", "", 0, 1, 2), "warning": ("doctor", "", 0, 1, 2), "_tell": ("log", "", 0, 1, ""),
@@ -240,7 +241,7 @@ def codes_in(nodes: Iterable[ast.AST], constants: Texts) -> Iterator[Told]:
 
 
 def worth(told: Told) -> tuple[str, bool, bool, int]:
-    """Order what is told by its code, and the one that says most last."""
+    """Return a key that sorts texts by their code, and of one code, the text that says most last."""
     code, _, said, remedy = told
     return code, said.strip("…") != "", remedy != "", len(said + remedy)
 

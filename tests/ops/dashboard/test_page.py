@@ -194,7 +194,7 @@ def test_a_phone_shows_what_to_do_and_no_speed_while_redis_does_not_answer(
     assert page.is_shown("#banner .remedy") and page.text("#banner").endswith("[broker.unreachable]")
     assert "/s" not in page.text("#tokens-sub") and page.text("#learn-sub").startswith("As of ")
     page.driver.get(f"{address}/islands")
-    until(lambda: page.text("#islands tr:first-child td:last-child") == "–", "nobody was seen now")
+    until(lambda: page.text("#islands tr:first-child td:last-child") == "–", "the time of the last sign of life to go")
     colours = (
         "return ['#islands .pill', '#islands td.num'].map(at => getComputedStyle(document.querySelector(at)).color)"
     )
