@@ -232,10 +232,19 @@ def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedT
         ratio_row("  its processor time, ms", each * cpu.first, "no sync", each * cpu.second, cpu.ratio),
         ratio_row("  tokens a second with syncing", tokens / turn, "plain JAX", tokens / alone.seconds),
         ratio_row("  processor time a synced parameter, ns", 1e9 * a_parameter, "", "", ""),
+        *_copy_rows(found),
         memory("  peak memory beside the training", beside, GOAL_MEMORY + found.held_bytes / largest),
         memory("    also between syncs", between),
         memory("    snapshots held for differences", found.held_bytes),
     ]
+
+
+def _copy_rows(found: IslandTurns) -> list[dict[str, Any]]:
+    """Return how long copies passed beside a program, of their whole time, in an interval with syncing."""
+    if found.copies is None:
+        return []
+    hidden, whole = 1e3 * found.copies.hidden_seconds, 1e3 * found.copies.seconds
+    return [ratio_row("  copies behind programs, by the profile, ms", hidden, "all copies", whole)]
 
 
 def torch_rows(config: RunConfig, backend: str, found: TorchTurns) -> list[dict[str, Any]]:

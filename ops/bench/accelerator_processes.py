@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from archipelago.broker.config import RunConfig
@@ -19,6 +20,7 @@ from archipelago.broker.machine import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.sync.connection.link import Link
 from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
+from archipelago.ops.bench.profile import Copies, copies_in
 
 if TYPE_CHECKING:
     import jax
@@ -61,6 +63,7 @@ class IslandTurns:
         on: The turns with syncing.
         off: The turns without, each right after one with.
         held_bytes: Size of the snapshots on the host, to which differences are added.
+        copies: Those between host and accelerator in the profile of an interval with syncing; None without any.
     """
 
     scan_steps: int
@@ -70,6 +73,7 @@ class IslandTurns:
     on: list[TimedTurn]
     off: list[TimedTurn]
     held_bytes: int
+    copies: Copies | None = None
 
 
 def say_backend(pipe: Connection) -> None:
@@ -136,6 +140,7 @@ def sync_and_not(
         on=[on for on, _ in turns],
         off=[off for _, off in turns],
         held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.channels[0].inbox.held.values()),
+        copies=copies_in(Path(profile)),
     )
     island.link.pumps.stop()
     pipe.send(found)

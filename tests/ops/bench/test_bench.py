@@ -27,6 +27,7 @@ from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn, TorchTurns
 from archipelago.ops.bench.merge import _BareNesterov, timed_row
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
+from archipelago.ops.bench.profile import Copies
 from archipelago.ops.bench.sync import Synced, SyncOptions, Torchft, TwoIslands
 from archipelago.ops.launch.devices import Accelerators
 from tests.failing import failing
@@ -133,6 +134,8 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
         assert (cpu["ratio"], syncs["ratio"], tokens["ratio"]) == pytest.approx((1.5, interval / 20, 1 / 1.2))
         assert parameter["ours"] == pytest.approx(1e6), "the median of 0.5, 1 and 4 ms"
         assert (beside["ours"], between["ours"], held["ours"], held["theirs"]) == (500, 200, 100, 25)
+    copied = accelerator.step_rows(RunConfig(), "gpu", replace(turns, copies=Copies(0.02, 0.015)), alone)[5]
+    assert (copied["ours"], copied["theirs"], copied["ratio"]) == pytest.approx((15, 20, 0.75))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it binds processes to cores")

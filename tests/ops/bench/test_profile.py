@@ -1,0 +1,51 @@
+"""How much of an accelerator's copies a profile shows beside its programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from archipelago.ops.bench.profile import Copies, copies_in, overlap
+
+#: A GPU as CUDA's profile describes it: two copies to and from the host, one within the device, and three programs.
+GPU = """
+planes { name: "/device:GPU:0"
+  lines { id: 1 name: "Stream #13(MemcpyH2D)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 2000000 duration_ps: 6000000 } }
+  lines { id: 2 name: "Stream #14(MemcpyD2H)" timestamp_ns: 1000
+    events { metadata_id: 2 offset_ps: 20000000 duration_ps: 2000000 } }
+  lines { id: 3 name: "Stream #7(Compute)" timestamp_ns: 1000
+    events { metadata_id: 3 offset_ps: 0 duration_ps: 4000000 }
+    events { metadata_id: 4 offset_ps: 3000000 duration_ps: 2000000 }
+    events { metadata_id: 3 offset_ps: 7000000 duration_ps: 9000000 } }
+  lines { id: 4 name: "XLA Modules" timestamp_ns: 1000 events { metadata_id: 3 offset_ps: 0 duration_ps: 90000000 } }
+  event_metadata { key: 1 value { id: 1 name: "MemcpyH2D" } }
+  event_metadata { key: 2 value { id: 2 name: "MemcpyD2H" } }
+  event_metadata { key: 3 value { id: 3 name: "loop_fusion" } }
+  event_metadata { key: 4 value { id: 4 name: "MemcpyD2D" } } }
+planes { name: "/host:CPU" lines { id: 9 name: "Stream of words" timestamp_ns: 0
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 50000000 } }
+  event_metadata { key: 1 value { id: 1 name: "MemcpyH2D" } } }
+"""
+
+
+def test_copies_between_host_and_device_count_where_a_program_runs(tmp_path: Path) -> None:
+    assert copies_in(tmp_path) is None
+    whole = jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU)
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins/one.xplane.pb").write_bytes(whole)
+    # The first copy lasts from 2 to 8 µs, programs from 0 to 5 and from 7 to 16. The second copy is alone.
+    assert copies_in(tmp_path) == pytest.approx(Copies(8e-6, 4e-6))
+
+
+def test_a_profile_of_a_cpu_has_no_copies(tmp_path: Path) -> None:
+    with jax.profiler.trace(str(tmp_path)):
+        (jax.device_put(1.0) + 1.0).block_until_ready()
+    assert copies_in(tmp_path) is None
+
+
+def test_programs_that_overlap_count_once() -> None:
+    assert overlap([(0, 10), (20, 21)], [(5, 7), (1, 3), (2, 6), (9, 30)]) == 8
+    assert overlap([], [(0, 1)]) == overlap([(0, 1)], []) == 0
