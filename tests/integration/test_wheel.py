@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.processes import SETTINGS
+
 ROOT = Path(__file__).parents[2]
 #: Each raises when it is imported. Children that put the working directory on their path would end here.
 SHADOWS = ("archipelago", "broker", "islands", "merger", "ops", "jax", "redis")
-SMALL = ["--islands=1", "--inner.steps=24", "--data.sequence-length=32", "--data.batch-size=4", "--no-one-process"]
+#: The settings of other tests, whose compiled programs it finds. It prepares the usual corpus itself.
+SMALL = ["--islands=1", "--inner.steps=24", "--no-one-process", *(each for each in SETTINGS if "corpus" not in each)]
 
 pytestmark = pytest.mark.full
 

@@ -16,7 +16,7 @@ from tests.simulation import attacked, storm
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 #: The quick tier plays this number of seeds, and the full tier FULL_SEEDS more.
 QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "14"))
-FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 36
+FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 18
 #: The seed of a run that writes compactions, so that its processes come to each failpoint.
 FAILPOINT_SEED = 1
 #: Each seed makes the attacks in another order, and with other claims.

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.filterwarning
 
 NOTEBOOK = Path(__file__).parents[3] / "docs" / "examples" / "trainer.ipynb"
 #: The test trains for fewer steps than the notebook.
-STEPS = 120
+STEPS = 60
 
 
 def test_the_notebook_trains_to_the_end_of_the_run(
