@@ -140,11 +140,7 @@ def shown(address: str) -> str:
 
 
 def address_of(path: Path) -> str:
-    """Return the address of the Redis in a run's folder; empty if it does not run.
-
-    Raises:
-        OSError: The folder belongs to another user.
-    """
+    """Return the address of the Redis in a run's folder; empty if it does not run. Raises as `url_of_running`."""
     url = url_of_running(path / "redis")
     admin = path / ADMIN_FILE
     return str(admin) if url and admin.exists() else url

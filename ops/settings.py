@@ -30,10 +30,8 @@ log = logging.getLogger(__name__)
 def config_file(args: Sequence[str]) -> RunConfig | None:
     """Return the config in the TOML file that `--config PATH` names; None without one.
 
-    Flags on the command line override the values in the file.
-
-    Raises:
-        ConfigError: The path is missing, or the file cannot be read.
+    Flags on the command line override the values in the file. Raises ConfigError if the path is missing or the file
+    cannot be read.
     """
     for index, arg in enumerate(args):
         if arg == CONFIG_FLAG:

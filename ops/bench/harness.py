@@ -46,11 +46,7 @@ class MeasuredProcess:
     pid: int
 
     def receive(self, seconds: float | None = None) -> Any:
-        """Return the next object that the child sends.
-
-        Raises:
-            BrokerError: The child has ended, or sent nothing within that time.
-        """
+        """Return the next object that the child sends. Raises BrokerError if it ends, or sends nothing in that time."""
         try:
             if self.pipe.poll(seconds):
                 return self.pipe.recv()

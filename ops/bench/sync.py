@@ -122,12 +122,11 @@ class Synced(NamedTuple):
 
 
 def in_pieces(options: SyncOptions) -> dict[str, Any]:
-    """Measure where the time of a sync goes.
+    """Measure where the time of a sync goes. Return plain data with `rows`.
 
-    Returns:
-        Plain data with `rows`: for each piece of the merger and of one island, the calls, the milliseconds and the
-        milliseconds of processor time of a sync, and the milliseconds as a share of a sync. Pieces of several threads
-        and processes run at the same time.
+    For each piece of the merger and of one island, these have the calls, the milliseconds and the milliseconds of
+    processor time of a sync, and the milliseconds as a share of a sync. Pieces of several threads and processes run at
+    the same time.
     """
     with two_islands(options) as ours:
         for _ in range(WARM_UPS):
@@ -148,11 +147,10 @@ def in_pieces(options: SyncOptions) -> dict[str, Any]:
 
 
 def sync(options: SyncOptions) -> dict[str, Any]:
-    """Measure both systems.
+    """Measure both systems. Return plain data with `rows`.
 
-    Returns:
-        Plain data with `rows`. Seconds and traffic are medians over syncs, and a sync is timed from the start of the
-        first process to the end of the last one.
+    Seconds and traffic are medians over syncs, and a sync is timed from the start of the first process to the end of
+    the last one.
     """
     python = options.torchft_python or os.environ.get(TORCHFT_PYTHON, "")
     with two_islands(options) as ours, Torchft(options, python) as theirs:

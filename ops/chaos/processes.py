@@ -42,10 +42,8 @@ ISLAND_WORD = "{island}"
 def parse_script(text: str) -> tuple[str, ...]:
     """Return the script that `--script` names, with its arguments, as in a shell; nothing for an empty text.
 
-    Without `{island}`, which stands for the name of the island, that is added at the end.
-
-    Raises:
-        ConfigError: There is no such script (`config.value`).
+    Without `{island}`, which stands for the name of the island, that is added at the end. Raises ConfigError
+    (`config.value`) if there is no such script.
     """
     if not text:
         return ()
@@ -262,10 +260,8 @@ class RunProcesses(FaultInjector):
 
 
 def await_ready(injector: FaultInjector, waiting: Mapping[str, Callable[[], object]]) -> None:
-    """Wait until each of the conditions holds, which are given by the name of the process.
-
-    Raises:
-        ArchipelagoError: One of the processes ended, or they took longer than JOIN_SECONDS (`chaos.not-ready`).
+    """Wait until each of the conditions holds, which are given by the name of the process. Raises ArchipelagoError
+    (`chaos.not-ready`) if one of the processes ends, or if they take longer than JOIN_SECONDS.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     targets = [injector.targets[name] for name in waiting if name in injector.targets]

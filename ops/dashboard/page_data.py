@@ -35,11 +35,7 @@ EVENTS_SHOWN = 120
 
 
 def chart_library() -> Path:
-    """Return plotly.min.js of the installed package, without importing it.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
+    """Return plotly.min.js of the installed package, without importing it. Raises ConfigError if there is none."""
     if is_installed("plotly"):
         found = importlib.util.find_spec("plotly")
         path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None

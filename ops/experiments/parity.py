@@ -134,13 +134,11 @@ class Place(NamedTuple):
 
 
 def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
-    """Run the trials that have no result yet, as long as there is time.
+    """Run the trials that have no result yet, as long as there is time. Return plain data with a row for each arm, M
+    and H that has results.
 
-    Returns:
-        Plain data with a row for each arm, M and H that has results.
-
-    Raises:
-        ConfigError: The task is wrong, has no evaluation (`task.evaluate`), or cannot be tried so (`config.value`).
+    Raises ConfigError if the task is wrong, has no evaluation (`task.evaluate`), or cannot be tried so
+    (`config.value`).
     """
     work.require_evaluation()
     plan, task = list(_planned(work, options)), work.named.name or work.config.model.size

@@ -54,14 +54,8 @@ def main(options: ReplayOptions) -> int:
 def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     """Merge the run again by its own rules, each shard up to its first difference, and compare every digest.
 
-    Args:
-        recorded: The record of each shard of the run.
-
-    Returns:
-        Plain data: counts, and the first difference if there is one.
-
-    Raises:
-        ConfigError: A round is missing in a record.
+    `recorded` has the record of each shard. Return plain data: counts, and the first difference if there is one.
+    Raises ConfigError as `rounds_of`.
     """
     from archipelago.merger.replay import DifferenceError, replay_round
     from archipelago.merger.round_merge import RoundMerge, new_state

@@ -180,11 +180,8 @@ class Administrator:
     def revoke(self, name: str) -> bool | None:
         """End a membership: its user, its connections and its record. An island is expelled, and its keys are deleted.
 
-        Returns:
-            Whether the user is gone; None if the server does not let us delete it.
-
-        Raises:
-            ConfigError: There is no such member.
+        Return whether the user is gone; None if the server does not let us delete it. Raises ConfigError if there is
+        no such member.
         """
         members, user = self.membership.all(), self.user_of(name)
         was_user = self.membership.remove_user(user)

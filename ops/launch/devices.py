@@ -119,11 +119,9 @@ def shared_out(
 ) -> DeviceShares | None:
     """Return the share of each island: equally many accelerators; None on a machine without any.
 
-    Each standby shares the devices of an island, and `mesh` is that of each island, if one is given.
-
-    Raises:
-        ConfigError: There are fewer accelerators than islands or a TPU cannot be shared as asked
-            (`up.devices`), or the mesh needs more devices than an island gets (`mesh.size`).
+    Each standby shares the devices of an island, and `mesh` is that of each island, if one is given. Raises ConfigError
+    if there are fewer accelerators than islands or a TPU cannot be shared as asked (`up.devices`), or if the mesh needs
+    more devices than an island gets (`mesh.size`).
     """
     if found is None:
         return None

@@ -119,11 +119,7 @@ def next_steps(url: str, manifest: Manifest, task: str | None = None) -> list[st
 def resume(transport: Transport, folder: str) -> Manifest:
     """Create the run from the newest checkpoint in a merger's folder, here or in a bucket, and return its manifest.
 
-    Raises:
-        ConfigError: The folder holds no checkpoint (`init.no-checkpoint`).
-        BucketError: The bucket cannot be read.
-        RunExistsError: The Redis has the run.
-        UnknownRunError: The checkpoint is of another run (`broker.other-run`).
+    Raises ConfigError if the folder holds no checkpoint (`init.no-checkpoint`), or as `MergerFolder.bring_back`.
     """
     try:
         with fetched(folder) if is_address(folder) else nullcontext(MergerFolder(Path(folder))) as kept:

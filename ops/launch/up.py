@@ -180,10 +180,8 @@ def _require_openable(options: UpOptions) -> None:
 
 
 def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
-    """Return the options with a number of islands that this machine's accelerators allow, and the share of each.
-
-    Raises:
-        ConfigError: There are not enough accelerators for what was asked (`up.devices`, `mesh.size`).
+    """Return the options with a number of islands that this machine's accelerators allow, and the share of each. Raises
+    ConfigError (`up.devices`, `mesh.size`) if there are not enough for what was asked.
     """
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
     if found is not None and not is_given("--islands"):
@@ -221,10 +219,8 @@ def _extended(transport: Transport, found: Manifest, config: RunConfig, options:
     """Extend a run if the user gives more steps than it has, and return the config with its original number of steps.
 
     The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it. Without
-    inner.steps, the run keeps its length: the default is that of new runs.
-
-    Raises:
-        MismatchError: Another setting is not the run's. Nothing has changed then.
+    inner.steps, the run keeps its length: the default is that of new runs. Raises MismatchError, before anything
+    changes, if another setting is not the run's.
     """
     own, now, wanted = found.config.inner.steps, run_steps(found.config, transport.reader.control()), config.inner.steps
     if wanted == RunConfig().inner.steps and not is_given(f"--{STEPS}", options.config):

@@ -93,11 +93,7 @@ class WeightFiles:
             raise damaged(file, error) from None
 
     def require(self, tensors: Sequence[Tensor]) -> None:
-        """Check that the files hold exactly these tensors.
-
-        Raises:
-            DataError: Tensors are missing, unknown, or of another shape or dtype (`weights.unfit`).
-        """
+        """Raise DataError (`weights.unfit`) if tensors are missing, unknown, or of another shape or dtype."""
         from archipelago.islands.models.llama import OUTPUT
 
         wanted = {tensor.name: tensor.shape for tensor in tensors}
@@ -132,11 +128,7 @@ class WeightFiles:
         return "Choose the --model.size, and the --data.corpus with the vocabulary, that they were trained with."
 
     def load(self, tensors: Sequence[Tensor]) -> Params:
-        """Read these tensors as float32, in our layout.
-
-        Raises:
-            DataError: They do not fit (`weights.unfit`), or hold NaN or infinity (`weights.not-finite`).
-        """
+        """Read these tensors as float32, in our layout. Raises DataError as `require`, and `weights.not-finite`."""
         import jax.numpy as jnp
         from safetensors import SafetensorError, safe_open
 
@@ -225,13 +217,9 @@ def _some(names: Sequence[str]) -> str:
 def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
     """Check that a corpus was made with the tokenizer that weights were trained with.
 
-    The weights of `archipelago export` say which it was; for others, it is the `tokenizer.json` beside them.
-
-    Returns:
-        False if the weights do not say it.
-
-    Raises:
-        DataError: It is another tokenizer (`weights.tokenizer`), or its file cannot be used.
+    The weights of `archipelago export` say which it was; for others, it is the `tokenizer.json` beside them. Return
+    False if the weights do not say it. Raises DataError if it is another one (`weights.tokenizer`), or if its file
+    cannot be used.
     """
     from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, from_file
 
@@ -253,11 +241,8 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
 
 
 def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
-    """Return the tokenizer in the folder of an export.
-
-    Raises:
-        DataError: It is not the one that the weights were trained with (`weights.tokenizer`), or its file is missing or
-            cannot be used.
+    """Return the tokenizer in the folder of an export. Raises DataError if it is not the one that the weights were
+    trained with (`weights.tokenizer`), or if its file is missing or cannot be used.
     """
     from archipelago.islands.data.tokenizer import FILE, from_file
 
