@@ -164,11 +164,8 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
     """Prepare a text file, or all text files of a folder, joined by newlines.
 
     Of a folder, `documents` chooses what is held out; of a file, it is the last tenth. Hidden files, and files that are
-    empty or not UTF-8 text, are skipped, and the corpus's `reading` counts them.
-
-    Raises:
-        DataError: There is nothing at `source` (`data.no-source`), the name is reserved (`data.taken`), or one of the
-            errors of `create`.
+    empty or not UTF-8 text, are skipped, and the corpus's `reading` counts them. Raises DataError if there is nothing
+    at `source` (`data.no-source`), if the name is reserved (`data.taken`), or as `create`.
     """
     if name == STDLIB:
         raise DataError(

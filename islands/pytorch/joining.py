@@ -71,11 +71,8 @@ def create(
         Whether this call created it: False if the run exists with these tensors and settings.
 
     Raises:
-        ConfigError: The model cannot be merged (the codes of `ModuleParameters`), the Redis is too small
-            (`loop.too-large`), or islands of a lost run of that name are alive (`init.islands-live`).
-        MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
-        DivergedError: A parameter holds NaN or infinity (`loop.not-finite`).
-        BrokerError: The Redis cannot be reached.
+        ConfigError: The model cannot be merged (the codes of `ModuleParameters`), or as `archipelago.create`.
+        MismatchError, DivergedError, BrokerError: As `archipelago.create`.
     """
     config = settings(steps, record=record, sync=sync, merge=merge, outer=outer, adopt=adopt, wire=wire)
     parameters = ModuleParameters(model, buffers, trained, names)

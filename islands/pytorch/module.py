@@ -164,11 +164,9 @@ class ModuleParameters:
     # -- what a loop needs --------------------------------------------------------------------------------------------
 
     def named(self) -> dict[str, Any]:
-        """Return the tensors by name, with the axes of the run.
-
-        Raises:
-            ConfigError: A parameter is another object than it was in `join`, or has another shape, dtype or device
-                (`loop.other-tree`), or a frozen parameter was changed (`loop.frozen-changed`).
+        """Return the tensors by name, with the axes of the run. Raises ConfigError if a parameter is another object
+        than it was in `join`, or has another shape, dtype or device (`loop.other-tree`), or if a frozen one was changed
+        (`loop.frozen-changed`).
         """
         put_back(self._model)
         present = self._all()
@@ -198,13 +196,10 @@ class ModuleParameters:
 
     @contextmanager
     def lent(self) -> Iterator[dict[str, Any]]:
-        """Give the tensors by name to be overwritten, and bring their own bits back afterwards.
+        """Give the tensors by name to be overwritten, and bring their own bits back afterwards. Raises as `named`.
 
         Meanwhile the module is in evaluation mode, and nothing computes gradients. This takes the memory of another
         copy of the tensors that are merged.
-
-        Raises:
-            ConfigError: As `named` does.
         """
         named, modes = self.named(), {module: module.training for module in self._model.modules()}
         with torch.no_grad():

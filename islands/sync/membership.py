@@ -213,12 +213,7 @@ class Membership(Joined):
         self._leave(None)
 
     def _final(self, timeout: float) -> list[Vector]:
-        """Leave the run, and return its parameters at its end, as `final_vectors` says.
-
-        Raises:
-            ConfigError: The island still trains (`loop.left`), or another run has the name (`island.other-run`).
-            BrokerError: The end is not merged in time (`island.not-merged`), or Redis is away.
-        """
+        """Leave the run, and return its parameters at its end, as `final_vectors` says. Raises as `final`."""
         self._require_over()
         require_number("`timeout`", timeout, "Give a number of seconds, such as 60.")
         deadline = time.monotonic() + timeout

@@ -45,11 +45,7 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         self._seen = self._scheduled = 0
 
     def on_init_end(self, args: Any, state: Any, control: Any, **about: Any) -> None:
-        """Let the trainer run as long as the run does.
-
-        Raises:
-            ConfigError: The trainer does what an island cannot (`trainer.option`).
-        """
+        """Let the trainer run as long as the run does. Raises ConfigError as `_require_mergeable`."""
         _require_mergeable(args)
         self._made_schedule = about["lr_scheduler"] is None
         self._ends_with_run = self.island.ends_with_run(args.max_steps)

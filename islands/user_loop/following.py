@@ -48,17 +48,7 @@ class Published:
         return cls(f"the run {manifest.run!r}", manifest.run, manifest.tensors, manifest.frozen)
 
     def filling(self, like: Any, names: Names | None = None) -> Fill:
-        """Return the function that brings these parameters into `like`.
-
-        Args:
-            like: A module of PyTorch, which is changed in place; any pytree of arrays, of which a new one is made; or
-                None for arrays of numpy by name.
-            names: The names of the run where they are not those of the module, as in `archipelago.pytorch.join`.
-
-        Raises:
-            ConfigError: It has other tensors (`loop.other-tensors`, `loop.other-frozen`), or is spread over processes
-                (`loop.sharded`).
-        """
+        """Return the function that brings these parameters into `like`. Arguments and errors are as in `follow`."""
         if like is None:
             return lambda named: {name: values.copy() for name, values in named.items()}
         torch = sys.modules.get("torch")

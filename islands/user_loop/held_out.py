@@ -23,14 +23,8 @@ Evaluate = Callable[[Any], Any]
 
 
 def checked_loss(value: Any, source: str) -> float:
-    """Return a held-out loss as a number.
-
-    Args:
-        value: A number, or an array or tensor of one element, for which this waits.
-        source: The part of the script that gives it, for the error.
-
-    Raises:
-        ConfigError: It is no finite number (`loop.argument`).
+    """Return a held-out loss as a number, as `report` takes it. `source` says in the error what part of the script
+    gives it. Raises ConfigError (`loop.argument`) if it is no finite number.
     """
     try:
         loss = math.nan if isinstance(value, str | bytes | bool) else float(value)

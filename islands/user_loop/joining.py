@@ -73,8 +73,8 @@ def create(
 
     Raises:
         ConfigError: The tree cannot be merged (`loop.nothing`, `loop.unnamed`, `loop.dtype`), `trained` does not fit it
-            (`loop.argument`), the Redis is too small (`loop.too-large`), or islands of a lost run of that name live
-            (`init.islands-live`).
+            (`loop.argument`), the Redis is too small (`loop.too-large`), islands of a lost run of that name live
+            (`init.islands-live`), or there are more shards than fragments (`config.value`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A leaf holds NaN or infinity (`loop.not-finite`).
         BrokerError: The Redis cannot be reached.

@@ -54,18 +54,12 @@ def create_run(
 ) -> bool:
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
+    The other arguments, and the errors, are those of `archipelago.create`.
+
     Args:
         frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
             because `join` compares them.
         model_config: The settings of a model of `transformers` as JSON, for exports.
-        url, name, config, shards, wait_seconds: What the script gives to `create`.
-
-    Raises:
-        ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive
-            (`init.islands-live`), or there are more shards than fragments (`config.value`).
-        MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`),
-            or another number of shards.
-        DivergedError: A tensor holds NaN or infinity (`loop.not-finite`).
     """
     run = checked_name(name, "the run name")
     fragments = balanced(tensors, config.sync.fragments)

@@ -45,17 +45,7 @@ class Session(Membership):
     def __init__(
         self, url: str | None, run: str, island: str | None, wait_seconds: float, evaluate: Evaluate | None = None
     ) -> None:
-        """Note what to join. Nothing is contacted before the `with` begins.
-
-        Args:
-            url: The URL of the Redis, or the path of a join file; None for $ARCHIPELAGO_URL.
-            island: The name of this island; None for that of the join file, or a random one.
-            wait_seconds: How long to wait for a Redis that does not answer at first.
-            evaluate: The script's function from parameters to a held-out loss, if it has one.
-
-        Raises:
-            ConfigError: That is no such function (`loop.argument`).
-        """
+        """Note what to join, as `join` was told. Nothing is contacted before the `with` begins."""
         require_evaluate(evaluate)
         self._evaluate = evaluate
         show_unless_set_up()

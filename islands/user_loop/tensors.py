@@ -19,13 +19,8 @@ NAMED_MAX = 4
 
 
 def kinds_by(kinds: str | KindOf) -> KindOf:
-    """Return the function from a tensor's name to its kind.
-
-    Args:
-        kinds: Such a function, or a regular expression that is found in the names of embeddings, in any case.
-
-    Raises:
-        ConfigError: The expression cannot be read (`loop.argument`).
+    """Return the function from a tensor's name to its kind, from what `create` was given. An expression ignores case.
+    Raises ConfigError (`loop.argument`) for one that cannot be read.
     """
     if not isinstance(kinds, str):
         return lambda name: _checked(kinds(name), name)
@@ -109,13 +104,8 @@ _REMEDY = (
 
 
 def trained_by(trained: Trained) -> IsTrained:
-    """Return the function from a tensor's name to whether it is trained.
-
-    Args:
-        trained: Such a function, or a regular expression that is found in the names, in any case.
-
-    Raises:
-        ConfigError: It is something else, or the expression cannot be read (`loop.argument`).
+    """Return the function from a tensor's name to whether it is trained, from what `create` or `join` was given. An
+    expression ignores case. Raises ConfigError (`loop.argument`) for one that cannot be read, and for anything else.
     """
     if not isinstance(trained, str):
         if not callable(trained):
