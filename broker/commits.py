@@ -352,15 +352,7 @@ class MergerClient(Protocol):
         """
 
     def commit(self, epoch: int, commit: Commit) -> None:
-        """Close a round in one step.
-
-        Raises:
-            BrokerError: The last closed round is not `commit.after_round`. The merger must reload its state.
-        """
+        """Close a round in one step. Raises BrokerError as `compact`, if the last one is not `commit.after_round`."""
 
     def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
-        """Delete merged contributions that are no longer needed. `after_round` is as in `Commit`.
-
-        Raises:
-            BrokerError: The last closed round is another one. The merger must reload its state.
-        """
+        """Delete merged entries that are no longer needed. `after_round` is as in `Commit`, errors as in `commit`."""

@@ -111,13 +111,10 @@ def write_atomically(path: Path, content: bytes | str | Sequence[bytes], *, mode
 
 
 def make_untracked(folder: Path) -> None:
-    """Create a folder for files of a run, with its parents, and make git ignore it.
+    """Create a folder for files of a run, with its parents, and make git ignore it. Raises OSError.
 
     What a run leaves behind is large, and some of it is secret, so it must not get into the user's repository. A folder
     that exists already stays as it is: it may hold files of the user's.
-
-    Raises:
-        OSError: The folder cannot be created.
     """
     if folder.is_dir():
         return
@@ -161,10 +158,8 @@ def sync(path: Path) -> None:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder beside `target` that becomes `target` when the block ends, or is deleted when it fails.
 
-    Such folders that killed processes have left beside `target` are deleted.
-
-    Raises:
-        OSError: The disk refuses it, or `target` is there already and is not an empty folder.
+    Such folders that killed processes have left beside `target` are deleted. Raises OSError if the disk refuses it, or
+    if `target` is there already and is not an empty folder.
     """
     stage = target.absolute().parent / f".{target.name}.staged-{secrets.token_hex(4)}"
     stage.mkdir(parents=True)

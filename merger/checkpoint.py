@@ -103,9 +103,7 @@ class CheckpointStore:
         """Write a checkpoint, whole or not at all, and delete those beyond the newest `keep`.
 
         In a run with several shards, the newest one that is complete stays, too, and so do those that are `held`.
-
-        Raises:
-            ConfigError: A newer one exists, or it cannot be written (`checkpoint.write`).
+        Raises ConfigError if a newer one exists, or if it cannot be written (`checkpoint.write`).
         """
         newest = max(self.numbers(), default=0)
         if image.number <= newest:

@@ -108,10 +108,8 @@ def _from_redis(
 ) -> Loaded:
     """Read one fragment after another: the payloads of all of them would take a third of the merger's memory.
 
-    The tape is read as far back as the oldest compaction and, if the merger takes some, the newest checkpoint.
-
-    Raises:
-        WireError, ConfigError, DifferenceError: Something is lost or damaged.
+    The tape is read as far back as the oldest compaction and, if the merger takes some, the newest checkpoint. Raises
+    WireError, ConfigError or DifferenceError if something is lost or damaged.
     """
     manifest, heads = rules.manifest, transport.reader.heads()
     state = RunState.from_json(transport.reader.merger_state())

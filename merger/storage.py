@@ -174,9 +174,7 @@ class MergerFolder:
         """Delete a new run that has the name of the run whose checkpoints lie here, and return whether there was one.
 
         It needs `resume`. The earlier run must have the same tensors, and nothing may have been merged in the new one.
-
-        Raises:
-            UnknownRunError: The run is another one, and stays (`broker.other-run`). Nothing was changed.
+        Raises UnknownRunError (`broker.other-run`), with nothing changed, if the run is another one, which stays.
         """
         others = self._others(manifest)
         if not others:

@@ -90,10 +90,8 @@ class Weighed:
 def shares(weights: Sequence[float]) -> list[float]:
     """Return each weight's part of their sum. Not all are zero. A single weight gets exactly 1.0.
 
-    The sum is rounded once (`fsum`), so the order of the weights changes no bit of any share.
-
-    Raises:
-        ValueError: A weight is negative or not finite.
+    The sum is rounded once (`fsum`), so the order of the weights changes no bit of any share. Raises ValueError for a
+    weight that is negative or not finite.
     """
     if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
         raise ValueError(f"weights must be finite and not negative: {list(weights)}")
@@ -180,10 +178,7 @@ def with_norm(norms: Norms, clipped_norm: float) -> Norms:
     """Return the norms with one more, of which the newest WINDOW are remembered.
 
     Pass the norm after clipping. An attacker who sends ever larger contributions then moves the median by no more than
-    the clipping multiple in half a window.
-
-    Raises:
-        ValueError: The norm is negative or not finite.
+    the clipping multiple in half a window. Raises ValueError for a norm that is negative or not finite.
     """
     if not (math.isfinite(clipped_norm) and clipped_norm >= 0.0):
         raise ValueError(f"a norm must be finite and not negative, not {clipped_norm}")

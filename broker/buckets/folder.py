@@ -159,10 +159,8 @@ class BucketFolder:
 def open_bucket(address: str, *names: str) -> BucketFolder:
     """Open the folder of a worker, and write to it once, so that a mistake shows before work begins.
 
-    A bucket that cannot be reached is logged only, because it may come back.
-
-    Raises:
-        BucketError: The address or the rights are wrong (MISTAKES).
+    A bucket that cannot be reached is logged only, because it may come back. Raises BucketError if the address or the
+    rights are wrong (MISTAKES).
     """
     folder = BucketFolder(address).child(*names)
     try:

@@ -119,10 +119,7 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
     """Create the run from a checkpoint's parts, in order: each shard in a transaction, shard 0 last, as `create` does.
 
     Only the first process to begin restores the run. A shard that an interrupted process has restored from the same
-    checkpoint stays as it is.
-
-    Raises:
-        RunExistsError: The run exists, or another state of one of its shards.
+    checkpoint stays as it is. Raises RunExistsError if the run exists, or another state of one of its shards.
     """
     for image in reversed(images):
         shard = of_shard(transport, image.manifest, image.manifest.shard or 0)
