@@ -9,8 +9,6 @@ import signal
 import sys
 from types import FrameType
 
-#: The exit status of a command that Ctrl-C ended, as shells report it.
-INTERRUPTED = 130
 #: Verbs that launchers start. They say by their exit status whether another try may succeed.
 LAUNCHED = ("init", "island", "merger")
 
