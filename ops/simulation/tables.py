@@ -198,23 +198,15 @@ def data_parallel_gbits(parameters: float, bits: float, step_seconds: float, sit
     return ring_factor(sites) * parameters * bits / 1e9 / (step_seconds * (1.0 / utilisation - FORWARD_SHARE))
 
 
-def fragments_gbits(
-    parameters: float,
-    bits: float,
-    step_seconds: float,
-    sites: int,
-    utilisation: float,
-    interval: float = TABLE_INTERVAL,
-    hidden_steps: float = TABLE_HIDDEN_STEPS,
-) -> float:
+def fragments_gbits(parameters: float, bits: float, step_seconds: float, sites: int, utilisation: float) -> float:
     """Return the Gbit/s with which fragments that travel behind inner steps reach this utilisation.
 
     In an interval of H steps, each fragment is sent once. Inner steps hide τ steps of each of the P transfers (P·τ is
-    `hidden_steps`). The islands wait for the rest, and an interval takes H·T/CU in all. So
+    TABLE_HIDDEN_STEPS). The islands wait for the rest, and an interval takes H·T/CU in all. So
     B = ring · N · bits / (T · (H · (1/CU − 1) + P·τ)).
     """
-    waited = interval * (1.0 / utilisation - 1.0)
-    return ring_factor(sites) * parameters * bits / 1e9 / (step_seconds * (waited + hidden_steps))
+    waited = TABLE_INTERVAL * (1.0 / utilisation - 1.0)
+    return ring_factor(sites) * parameters * bits / 1e9 / (step_seconds * (waited + TABLE_HIDDEN_STEPS))
 
 
 def bandwidth() -> list[Cell]:

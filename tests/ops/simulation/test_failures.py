@@ -26,6 +26,8 @@ from archipelago.ops.simulation.failures import (
 )
 from archipelago.ops.simulation.tables import (
     LINKS,
+    TABLE_HIDDEN_STEPS,
+    TABLE_INTERVAL,
     bandwidth,
     data_parallel_gbits,
     fragments_gbits,
@@ -171,9 +173,9 @@ def test_bandwidth_gives_the_requested_utilisation(utilisation: float, step: flo
     sending = gbit / data_parallel_gbits(5e9, bits, step, sites, utilisation)
     unhidden = sending - step * 2 / 3
     assert step / (step + unhidden) == pytest.approx(utilisation)
-    transfers = gbit / fragments_gbits(5e9, bits, step, sites, utilisation, interval=30.0, hidden_steps=12.0)
-    unhidden = transfers - 12.0 * step
-    assert 30.0 * step / (30.0 * step + unhidden) == pytest.approx(utilisation)
+    transfers = gbit / fragments_gbits(5e9, bits, step, sites, utilisation)
+    unhidden = transfers - TABLE_HIDDEN_STEPS * step
+    assert TABLE_INTERVAL * step / (TABLE_INTERVAL * step + unhidden) == pytest.approx(utilisation)
 
 
 # -- the verb tables --------------------------------------------------------------------------------------------------
