@@ -390,10 +390,9 @@ def differing(theirs: RunConfig, ours: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
+def flat(settings: RunConfig | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings by their whole names, such as `sync.interval`."""
-    sections = dataclasses.asdict(config)
     out: dict[str, Any] = {}
-    for name, value in sections.items():
-        out |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    for name, value in (dataclasses.asdict(settings) if isinstance(settings, RunConfig) else settings).items():
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return out

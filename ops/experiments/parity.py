@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from archipelago.broker.config import InnerConfig, RunConfig, checked
-from archipelago.broker.config import flat as config_values
+from archipelago.broker.config import InnerConfig, RunConfig, checked, flat
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import LossUnit, loss_unit
@@ -217,7 +216,7 @@ def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Tr
             )
         axes = {"islands": list(options.islands), "sync.interval": list(options.intervals or (usual,))}
         grid = {**arm, **axes, "slow": options.slow, "seeds": options.seeds or [config.seed]}
-        for trial in dict.fromkeys(trials_of(grid, config_values(config))):  # baselines have no intervals
+        for trial in dict.fromkeys(trials_of(grid, flat(config))):  # baselines have no intervals
             yield Place(name, trial.islands, dict(trial.settings).get("sync.interval", usual)), trial
 
 

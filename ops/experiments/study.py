@@ -39,6 +39,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from archipelago.broker.config import flat
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import write_atomically
 from archipelago.broker.process import finite, keep_compiled, print_json
@@ -157,14 +158,6 @@ def trials_of(grid: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Tria
         settings = {**base, **chosen}
         for seed in grid["seeds"]:
             yield Trial.of(settings, int(seed), **own)
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name."""
-    out: dict[str, Any] = {}
-    for name, value in values.items():
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return out
 
 
 def _toml(path: Path) -> dict[str, Any]:
