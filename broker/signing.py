@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from archipelago.broker.errors import ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import Invitation, Members, raw_key
 from archipelago.broker.presence import Presence
-from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
+from archipelago.broker.shards.reader import RETRY_SECONDS, asked, on_a_thread
 from archipelago.broker.wire import SIGNED_DIGITS, digest, signed_digest
 
 Kind = Literal[
@@ -290,18 +290,11 @@ class KnownMembers:
 
     Shard 0 has the records. While it is away or hangs, the other shards go on with those that were known last.
 
-    `stored` reads them from Redis, and `aside` runs an attempt to do so beside the calls.
+    `stored` reads them from Redis, on a thread beside the calls.
     """
 
-    def __init__(
-        self,
-        run: str,
-        stored: Callable[[], Members],
-        clock: Callable[[], float] = time.monotonic,
-        aside: Aside = on_a_thread,
-    ) -> None:
-        self._run, self._stored = run, stored
-        self._clock, self._aside = clock, aside
+    def __init__(self, run: str, stored: Callable[[], Members], clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._stored, self._clock = run, stored, clock
         self._lock = threading.Lock()  # never held while a server is asked
         self._members = Members()
         self._keys: dict[str, bytes] = {}
@@ -316,7 +309,7 @@ class KnownMembers:
             is_known = now - self._read_at < KNOWN_SECONDS
             is_due = now - self._asked_at >= (RETRY_SECONDS if is_known else 0.0)
             if self._asked_at == self._read_at or (self._answer.done() and is_due):
-                self._answer, self._asked_at = asked(self._stored, self._aside), now
+                self._answer, self._asked_at = asked(self._stored, on_a_thread), now
             answer, asked_at = self._answer, self._asked_at
         try:
             found = answer.result(max(0.0, asked_at + FRESH_SECONDS - now) if is_known else None)

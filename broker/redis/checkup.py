@@ -40,8 +40,6 @@ KEY_SECONDS = 60
 #: The answers to MULTI of a server that queues commands.
 QUEUES = ("OK", b"OK")
 
-Clock = Callable[[], float]
-
 
 @dataclass(frozen=True)
 class Bandwidth:
@@ -79,7 +77,6 @@ class RedisCheckup:
     def __init__(
         self,
         connection: RedisConnection,
-        clock: Clock = time.monotonic,
         role: Role | None = None,
         name: str = "checkup",
         shards: Sequence[int] = (0,),
@@ -88,7 +85,6 @@ class RedisCheckup:
         self._all_keys = [Keys(connection.run, shard) for shard in shards]
         self.role, self._name = role, name
         self._redis, self._keys = connection.redis, connection.keys
-        self._clock = clock
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -111,11 +107,11 @@ class RedisCheckup:
         out: list[float] = []
         with self._connection.translated():
             self._redis.ping()  # opens the connection, and is not measured
-            end = self._clock() + seconds
-            while len(out) < count and (self._clock() < end or not out):
-                began = self._clock()
+            end = time.monotonic() + seconds
+            while len(out) < count and (time.monotonic() < end or not out):
+                began = time.monotonic()
                 self._redis.ping()
-                out.append(self._clock() - began)
+                out.append(time.monotonic() - began)
         return out
 
     def bandwidth(self, seconds: float, round_trip_seconds: float) -> Bandwidth:
@@ -151,17 +147,17 @@ class RedisCheckup:
 
     def _rate(self, seconds: float, round_trip_seconds: float, transfer: Callable[[Any, int], Any]) -> float:
         """Return the bytes per second of the last burst. `transfer(pipe, size)` queues a command that moves `size`."""
-        size, rate, end = FIRST_BURST_BYTES, 0.0, self._clock() + seconds
+        size, rate, end = FIRST_BURST_BYTES, 0.0, time.monotonic() + seconds
         while True:
             with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
                 for start in range(0, size, CHUNK_BYTES):
                     transfer(pipe, min(CHUNK_BYTES, size - start))
-                began = self._clock()
+                began = time.monotonic()
                 carried = pipe.execute()
-            took = self._clock() - began
+            took = time.monotonic() - began
             moved = sum(len(part) for part in carried if isinstance(part, bytes)) or size
             rate = moved / max(took - round_trip_seconds, took / 10, 1e-9)
-            if size >= BURST_BYTES_MAX or self._clock() + GROWTH * took > end:
+            if size >= BURST_BYTES_MAX or time.monotonic() + GROWTH * took > end:
                 return rate
             size = min(size * GROWTH, BURST_BYTES_MAX)
 

@@ -251,17 +251,12 @@ MOVED_EVALUATIONS, EVALUATIONS_KEPT = 500, 20_000
 class IslandNames:
     """Knows the islands with keys of their own in one shard of a run. `invited` returns None if anyone may join."""
 
-    def __init__(
-        self,
-        connection: RedisConnection,
-        invited: Callable[[], Iterable[str] | None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._connection, self._invited, self._clock = connection, invited, clock
+    def __init__(self, connection: RedisConnection, invited: Callable[[], Iterable[str] | None]) -> None:
+        self._connection, self._invited = connection, invited
         self._redis, self._keys = connection.redis, connection.keys
         self._names: set[str] = set()
         self._cursor = self._forget_cursor = 0
-        self._looked_at = self._forgot_at = clock()
+        self._looked_at = self._forgot_at = time.monotonic()
 
     def all(self) -> list[str]:
         """Return the names of the islands that have a key of their own, sorted; ISLANDS_MAX at most.
@@ -270,8 +265,8 @@ class IslandNames:
         were found stay until their keys are gone. If the set is very long, the next call goes on where this one has
         stopped. In a run with invitations, only the names of invited islands are looked for, and the set is not read.
         """
-        if self._clock() - self._looked_at >= FORGET_SECONDS:
-            self._looked_at = self._clock()
+        if time.monotonic() - self._looked_at >= FORGET_SECONDS:
+            self._looked_at = time.monotonic()
             with self._connection.translated():
                 self._names.intersection_update(self._existing(sorted(self._names)))
         if (invited := self._invited()) is not None:
@@ -284,7 +279,7 @@ class IslandNames:
 
     def ask(self, pipe: Any) -> bool:
         """Queue what `all` reads, if that takes a command. The answer is for `found`."""
-        if is_asked := self._invited() is None and self._clock() - self._looked_at < FORGET_SECONDS:
+        if is_asked := self._invited() is None and time.monotonic() - self._looked_at < FORGET_SECONDS:
             pipe.sscan(self._keys.islands, self._cursor, count=NAMES_READ)
         return is_asked
 
@@ -317,9 +312,9 @@ class IslandNames:
 
         Each time it looks at a part of the names (`MergerClient.forget`).
         """
-        if self._clock() - self._forgot_at < FORGET_SECONDS:
+        if time.monotonic() - self._forgot_at < FORGET_SECONDS:
             return False
-        self._forgot_at, self._looked_at = self._clock(), float("-inf")
+        self._forgot_at, self._looked_at = time.monotonic(), float("-inf")
         silent = sorted(p.age_seconds for p in presences if p.age_seconds > 2 * LIVE_SECONDS)
         kept = silent[SILENT_KEPT] if len(silent) > SILENT_KEPT else REMEMBER_SECONDS
         limits = [round(1000 * (REMEMBER_SECONDS - kept)), 1000 * REMEMBER_SECONDS]
