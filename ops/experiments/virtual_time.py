@@ -186,13 +186,12 @@ class VirtualRun:
         computation = work.computation(self.manifest)
         return Island(name, self.manifest, computation, supply, link, arrivals, self.clock, incarnation)
 
-    def remove_island(self, name: str, *, farewell: bool) -> None:
-        """Let an island leave as on SIGTERM (with a farewell), or vanish as on SIGKILL."""
+    def remove_island(self, name: str) -> None:
+        """Let an island leave as on SIGTERM, with a farewell."""
         island = self.islands.pop(name)
-        if farewell:
-            leave(island, flush_seconds=0.0)
-            island.link.pump()
-            self.turn()
+        leave(island, flush_seconds=0.0)
+        island.link.pump()
+        self.turn()
 
     def advance_until(self, done: Callable[[], bool]) -> None:
         """Play events until `done()`, or until every island has finished and left."""
@@ -220,7 +219,7 @@ class VirtualRun:
     def _step(self, island: Island) -> None:
         name = island.name
         if island.reason:
-            self.remove_island(name, farewell=True)
+            self.remove_island(name)
             return
         self._exchange(island)
         island.boundary()

@@ -72,7 +72,7 @@ def test_an_island_joins_a_running_run_and_another_one_sends_its_progress_and_le
     run.advance_until(lambda: run.merger.rounds.closed >= 16)
     assert all("newcomer" in members(entry) for entry in run.transport.reader.tape(6))
     require_balanced(run)
-    run.remove_island("island-1", farewell=True)
+    run.remove_island("island-1")
     run.finish()
     tape = run.transport.reader.tape(1000)
     farewells = [m for entry in tape for m in entry.members if m.island == "island-1"]
