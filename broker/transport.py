@@ -257,8 +257,7 @@ class IslandClient(Protocol):
     def lease_evaluation(self, me: str, seconds: float) -> bool:
         """Take or extend the lease on evaluating the run, for `me` (island/incarnation). 0 seconds ends it.
 
-        Returns:
-            Whether `me` holds it now. At most one island does, until its lease expires.
+        Return whether `me` holds it now. At most one island does, until its lease expires.
         """
 
     def register_corpus(self, name: str, digest: str) -> str:

@@ -68,8 +68,7 @@ class Island(Participant):
     def make_steps(self) -> tuple[int, int, Any]:
         """Dispatch `scan_steps` inner steps, on which the device works during the next boundary.
 
-        Returns:
-            The number of steps, their tokens, and the losses of the steps before them, which have ended.
+        Return the number of steps, their tokens, and the losses of the steps before them, which have ended.
         """
         n = self.scan_steps
         batch = self.batches.next(n)

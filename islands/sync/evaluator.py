@@ -168,13 +168,10 @@ class Evaluator:
         seconds: float = MERGED_SECONDS,
         pause: Callable[[float], None] = time.sleep,
     ) -> Evaluation | None:
-        """Evaluate the final parameters if no other island still trains. A failure ends no island.
+        """Evaluate the final parameters if no other island still trains, and return the result. A failure ends no
+        island.
 
-        Args:
-            seconds: How long to wait, by `pause`, until everything is merged.
-
-        Returns:
-            The result, if any.
+        Wait at most `seconds`, by `pause`, until everything is merged.
         """
         if not self.evaluates:
             return None

@@ -93,10 +93,8 @@ def frozen_fault(loop: Participant) -> ConfigError | None:
 def leave_cleanly(loop: Participant, *, awaits_merge: bool = True) -> str:
     """Send all progress and leave, and say in the log why, and what was lost.
 
-    Parameters that went into a later step are not there any more.
-
-    Returns:
-        `done` at the end of the run, `replaced` if a newer process has the island's name, else `left`.
+    Parameters that went into a later step are not there any more. Return `done` at the end of the run, `replaced` if a
+    newer process has the island's name, else `left`.
     """
     state = "done" if loop.finished else "left"
     if state == "left" and loop.reason:

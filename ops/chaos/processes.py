@@ -65,18 +65,13 @@ def parse_script(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StormPlan:
-    """One storm before it begins.
+    """One storm before it begins. What is not said here is as in `ChaosOptions`.
 
     Attributes:
         folder: Folder of its logs, data and checkpoints.
-        step_seconds: Minimum duration of an inner step; 0 for as fast as possible.
         seconds: Length of the measured window.
-        settle_seconds: How much longer the window may last, until all processes work again.
         merged_tokens: If not 0, the window ends once this many tokens are merged, instead of after `seconds`.
-        script: The islands are this script of a user, with its arguments, which creates the run; empty for our own
-            islands.
-        task: Our islands train this task of a user, FILE.py:NAME; None for one of our models.
-        shards: The shards of the run, and the merger processes that share them.
+        script: The script with its arguments, as `parse_script` returns it; empty for our own islands.
     """
 
     run: str

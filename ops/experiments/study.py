@@ -216,8 +216,7 @@ def append(path: Path, record: Record) -> None:
 def run(study: Study, folder: Path, known: Callable[[], Mapping[str, Record]]) -> int:
     """Run the trials that have no result and that no other process runs. Append each to `FOLDER/NAME.jsonl` at its end.
 
-    Returns:
-        The number of trials that ran.
+    Return the number of trials that ran.
     """
     left = sum(trial.key not in known() for trial in study.trials)
     say(f"{study.name}: {len(study.trials)} trials, {left} to run")
