@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -342,11 +342,8 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         return connect(invited.url, invited.run, invited)
     if run:
         return connect(url, run)
-    finder = connect(url, "any")
-    try:
+    with closing(connect(url, "any")) as finder:
         runs = finder.reader.runs()
-    finally:
-        finder.close()
     if len(runs) != 1:
         here = f"there are {len(runs)} runs ({', '.join(runs)})" if runs else "there is no run"
         raise ConfigError(

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +128,7 @@ def stand_by(options: IslandOptions) -> int:
 def prepared_here(options: IslandOptions) -> PreparedIsland:
     """Load and compile everything that an island of this run needs."""
     awaited = options.patience(lambda: False)
-    transport = awaited(options.connect)
-    try:
+    with closing(awaited(options.connect)) as transport:
         manifest = awaited(transport.reader.manifest)
         task = own_task(options, manifest)
         keep_compiled()
@@ -139,6 +139,4 @@ def prepared_here(options: IslandOptions) -> PreparedIsland:
         with progress("loading and compiling everything that an island needs"):
             prepared = prepared_for(options, manifest, task)
             prepared.rehearse(whole(transport, manifest), awaited, options.scan_steps)
-    finally:
-        transport.close()
     return prepared

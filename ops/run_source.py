@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -111,9 +111,7 @@ def _in_folder(stack: ExitStack, path: Path, run: str | None, starts_redis: bool
 
 
 def _connected(stack: ExitStack, url: str | None, run: str | None) -> ReaderTransport:
-    transport = connect_to(url, run)
-    stack.callback(transport.close)
-    return transport
+    return stack.enter_context(closing(connect_to(url, run)))
 
 
 def _restored(kept: MergerFolder, run: str | None, place: str, folder: Path | None) -> FoundRun:

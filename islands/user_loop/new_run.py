@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -67,23 +67,18 @@ def create_run(
     manifest = with_shards(replace(whole, model_config=model_config), shards)
     show_unless_set_up()
     awaited = Patience(wait_seconds, lambda: False)
-    transport = awaited(lambda: connect_to(url, run))
-    try:
+    with closing(awaited(lambda: connect_to(url, run))) as transport:
         with suppress(UnknownRunError):  # which a server can say once it has loaded its data
             awaited(transport.reader.manifest)
         return _create(transport, manifest, first, frozen)
-    finally:
-        transport.close()
 
 
 def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen: Frozen) -> bool:
-    try:
+    with suppress(UnknownRunError):
         require_same(transport.reader.manifest(), manifest)
         if not transport.reader.is_served() and (why := refusal(transport.reader)):
             log.warning("the run %r exists, and its merger does not serve it: %s", manifest.run, why)
         return False
-    except UnknownRunError:
-        pass
     require_no_islands(transport)
     require_room(manifest, transport.reader.memory())
     manifest = replace(manifest, frozen=tuple(values.named() for values in frozen()))

@@ -115,8 +115,7 @@ class RunProcesses(FaultInjector):
         self.targets = {target.name: target for target in (self.redis, *self.islands)}
         stack.callback(self.end)
         self.run = self._created_run()
-        self.primary = connect(self.url, self.run)
-        stack.callback(self.primary.close)
+        self.primary = stack.enter_context(closing(connect(self.url, self.run)))
         self.manifest = self._manifest()
         self.transport: ReaderTransport = whole(self.primary, self.manifest)
         options = ["--folder", str(plan.folder / "merger"), "--checkpoint-every", str(plan.checkpoint_seconds)]

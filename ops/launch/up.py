@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -112,8 +112,7 @@ def main(options: UpOptions) -> int:
             raise KeyboardInterrupt
         server, url = _server(options, folder, stack)
         invited = administrator_at(server, name, folder) if server and server.host else None
-        transport = connect(url, name, invited)
-        stack.callback(transport.close)
+        transport = stack.enter_context(closing(connect(url, name, invited)))
         if not server:
             require_writable(folder)
         administrator = None
@@ -134,9 +133,7 @@ def main(options: UpOptions) -> int:
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.
             raise KeyboardInterrupt
-        reading = connect(url, name, invited)
-        stack.callback(reading.close)
-        watcher = Watcher(reading, RECENT_ROUNDS)
+        watcher = Watcher(stack.enter_context(closing(connect(url, name, invited))), RECENT_ROUNDS)
         local = LocalRun(options, manifest, all_shards, watcher, url, folder, stopped, server, joins, shares)
         finished = local.train()
         _keep_settings(folder, config, local.steps)  # an operator may have changed the length meanwhile
