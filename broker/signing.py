@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import Final, Literal
@@ -112,10 +112,7 @@ def canonical(run: str, kind: Kind, sender: str, about: str, fields: Raw) -> byt
         fields: All fields of the message that the signature covers.
     """
     head = (CONTEXT, run.encode(), kind.encode(), sender.encode(), about.encode())
-    return _lengths_first([*head, *(part for name in sorted(fields) for part in (name, fields[name]))])
-
-
-def _lengths_first(parts: Iterable[bytes]) -> bytes:
+    parts = [*head, *(part for name in sorted(fields) for part in (name, fields[name]))]
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
