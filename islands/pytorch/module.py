@@ -43,9 +43,7 @@ class ModuleParameters:
         Args:
             model: A `torch.nn.Module`. One in `DistributedDataParallel`, from `torch.compile`, or with checkpointed
                 activations, has the names of the module inside.
-            buffers: The names of the buffers that are merged.
-            trained: Which parameters are trained, by name. None for those that require gradients.
-            names: From the module's names to those of the run, and whether the axes are swapped there.
+            buffers, trained, names: As in `archipelago.pytorch.create`.
 
         Raises:
             ConfigError: A parameter is on another device than the first (`loop.sharded`), has no values yet

@@ -229,13 +229,10 @@ def _require_parts(found: TaskFile) -> None:
     task = found.task
     if task.optimizer is not None and not all(hasattr(task.optimizer, name) for name in ("init", "update")):
         raise found.wrong("optimizer", "is not an optax transformation", "Give one, such as optax.adamw(1e-3).")
-    if not callable(task.tokens) and task.tokens is not None and not _is_count(task.tokens):
-        raise found.wrong("tokens", f"is {task.tokens!r}", "Give a whole number from 1 on, or a function of a batch.")
+    tokens = task.tokens
+    if not callable(tokens) and tokens is not None and not (hasattr(tokens, "__index__") and tokens >= 1):
+        raise found.wrong("tokens", f"is {tokens!r}", "Give a whole number from 1 on, or a function of a batch.")
     checked_name(found.name, "the name of the task")
-
-
-def _is_count(value: Any) -> bool:
-    return hasattr(value, "__index__") and value >= 1
 
 
 def _line_of(error: BaseException, path: Path) -> str:

@@ -50,11 +50,7 @@ class TreeLayout:
 
     @classmethod
     def of(cls, tree: Any, trained: Any = None) -> TreeLayout:
-        """Return the layout of a tree of parameters.
-
-        Args:
-            trained: Which leaves are trained: a regular expression, or a function of the name. None for all
-                floating-point leaves.
+        """Return the layout of a tree of parameters. `trained` is as in `archipelago.create`.
 
         Raises:
             ConfigError: A leaf has no name of its own (`loop.unnamed`), a dtype that cannot be merged (`loop.dtype`),
