@@ -137,6 +137,7 @@ class VirtualRun:
             merger.turn(0.0)
 
     def add_island(self, name: str, step_seconds: float, origin: Literal["fresh", "peer"] = "fresh") -> Island:
+        """Let an island join and train, with a fresh optimiser or with the state of a peer, which answers at once."""
         transport = self.connect_island(name)
         self._born += 1
         incarnation = f"v{self._born}"
@@ -145,38 +146,20 @@ class VirtualRun:
         work, seed = self._others.get(name, self._work), self.manifest.config.seed
         supply = work.supply(TaskRun(name, self._born, seed, link))
         island = self.new_island(name, work, supply, link, arrivals, incarnation)
-        rejoin = Newcomer(transport, island, seconds=0.0)
-        return self.begin(island, rejoin, step_seconds, asks_peers=origin == "peer")
-
-    def begin(
-        self,
-        island: Island,
-        rejoin: Newcomer,
-        step_seconds: float,
-        *,
-        asks_peers: bool = False,
-    ) -> Island:
-        """Let an island that has joined begin to train.
-
-        Args:
-            rejoin: How it gets the state of its inner optimiser.
-            step_seconds: How long it takes for an inner step.
-            asks_peers: Whether it asks the others for that state. They answer at once.
-        """
-        rejoin.ask(wants_state=asks_peers)
+        newcomer = Newcomer(transport, island, seconds=0.0)
+        newcomer.ask(wants_state=origin == "peer")
         island.beat("joining")
         island.link.pump()
-        if asks_peers:  # All others pass a step boundary, in no virtual time.
+        if origin == "peer":  # All others pass a step boundary, in no virtual time.
             for peer in self.islands.values():
                 peer.link.pump()
                 peer.boundary()
                 peer.link.pump()
-        rejoin.complete()
+        newcomer.complete()
         island.beat("training")
         island.link.pump()
-        self.islands[island.name] = island
-        self._step_seconds[island.name] = step_seconds
-        self._schedule(island, self.clock.now)
+        self.islands[name], self._step_seconds[name] = island, step_seconds
+        self._plan(self.clock.now, island, self._step)
         return island
 
     def new_island(
@@ -225,12 +208,8 @@ class VirtualRun:
         island.boundary()
         self._exchange(island)
         self.turn()
-        self._train(island)
-
-    def _train(self, island: Island) -> None:
-        """Let an island take its inner steps up to its next step boundary."""
         island.advance()
-        self._schedule(island, self.clock.now + self._step_seconds[island.name] * island.scan_steps)
+        self._plan(self.clock.now + self._step_seconds[name] * island.scan_steps, island, self._step)
 
     def _exchange(self, island: Island) -> None:
         """Run all pumps. What the island sends arrives later if its link takes time."""
@@ -252,9 +231,6 @@ class VirtualRun:
                 channel.outbox.send_oldest()
         self.turn()
         self._exchange(island)
-
-    def _schedule(self, island: Island, at: float) -> None:
-        self._plan(at, island, self._step)
 
     def _plan(self, at: float, island: Island, act: Callable[[Island], None]) -> None:
         self._events += 1
