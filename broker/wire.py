@@ -295,8 +295,9 @@ class Published(NamedTuple):
 
 
 def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
-    """Download the newest version of fragment `p`. Raises WireError if it cannot be read, or if what can be read leads
-    to other parameters (`wire.snapshot`).
+    """Download the newest version of fragment `p`.
+
+    Raises WireError if it cannot be read, or if what can be read leads to other parameters (`wire.snapshot`).
     """
     tries = 0
     while True:

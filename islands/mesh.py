@@ -44,8 +44,10 @@ class MeshShape:
 
 
 def parsed(text: str) -> MeshShape:
-    """Return the shape in a text such as `data=2,fsdp=2`. Raises ConfigError (`config.value`) if it is no list of axes,
-    has an unknown axis or one twice, or a size that is no number from 1 on.
+    """Return the shape in a text such as `data=2,fsdp=2`.
+
+    Raises ConfigError (`config.value`) if it is no list of axes, has an unknown axis or one twice, or a size that is no
+    number from 1 on.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -128,8 +128,9 @@ class RoundMerge:
             publish(manifest.config.wire, fragment.published_N, params_N)
 
     def opened(self, delivery: Delivery) -> Addend:
-        """Return what a delivery holds. Raises WireError if its payload is not as announced, or if a value is NaN or
-        too large (`wire.not-finite`).
+        """Return what a delivery holds.
+
+        Raises WireError if its payload is not as announced, or if a value is NaN or too large (`wire.not-finite`).
         """
         contribution, payload = delivery.contribution, delivery.payload
         if contribution is None or delivery.fault:

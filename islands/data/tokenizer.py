@@ -180,8 +180,10 @@ def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
 
 
 def from_file(path: Path) -> TextTokenizer:
-    """Read a `tokenizer.json`. Raises DataError if it cannot be read (`tokenizer.bad-name`), holds no tokenizer
-    (`tokenizer.damaged`), or one whose tokens are not bytes (`tokenizer.not-byte-level`).
+    """Read a `tokenizer.json`.
+
+    Raises DataError if it cannot be read (`tokenizer.bad-name`), holds no tokenizer (`tokenizer.damaged`), or one whose
+    tokens are not bytes (`tokenizer.not-byte-level`).
     """
     from tokenizers import Tokenizer  # here, because most corpora need none
 

@@ -170,8 +170,9 @@ def _damaged(why: str) -> ConfigError:
 
 
 def require_compatible(config: Mapping[str, Any]) -> None:
-    """Check that our transformer computes the same as the Llama of this `config.json` with the same tensors. Raises
-    ConfigError (`llama.different`), which names each setting that differs.
+    """Check that our transformer computes the same as the Llama of this `config.json` with the same tensors.
+
+    Raises ConfigError (`llama.different`), which names each setting that differs.
     """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type", rotary.get("type", "default")) if isinstance(rotary, Mapping) else "unknown"

@@ -162,9 +162,10 @@ class ModuleParameters:
     # -- what a loop needs --------------------------------------------------------------------------------------------
 
     def named(self) -> dict[str, Any]:
-        """Return the tensors by name, with the axes of the run. Raises ConfigError if a parameter is another object
-        than it was in `join`, or has another shape, dtype or device (`loop.other-tree`), or if a frozen one was changed
-        (`loop.frozen-changed`).
+        """Return the tensors by name, with the axes of the run.
+
+        Raises ConfigError if a parameter is another object than it was in `join`, or has another shape, dtype or device
+        (`loop.other-tree`), or if a frozen one was changed (`loop.frozen-changed`).
         """
         put_back(self._model)
         present = self._all()

@@ -80,8 +80,10 @@ class TensorPieces:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, mesh: Any) -> TensorPieces:
-        """Return the places of a tensor. Raises ConfigError (`loop.sharded`) if it is split along several dimensions,
-        as tensor parallelism does, or over other processes than the rest of the model.
+        """Return the places of a tensor.
+
+        Raises ConfigError (`loop.sharded`) if it is split along several dimensions, as tensor parallelism does, or over
+        other processes than the rest of the model.
         """
         if not is_split(tensor):
             return cls(None, {}, ())

@@ -168,10 +168,9 @@ class Evaluator:
         seconds: float = MERGED_SECONDS,
         pause: Callable[[float], None] = time.sleep,
     ) -> Evaluation | None:
-        """Evaluate the final parameters if no other island still trains, and return the result. A failure ends no
-        island.
+        """Evaluate the final parameters if no other island still trains, and return the result.
 
-        Wait at most `seconds`, by `pause`, until everything is merged.
+        Wait at most `seconds`, by `pause`, until everything is merged. A failure ends no island.
         """
         if not self.evaluates:
             return None

@@ -172,8 +172,9 @@ class Participant:
             self.losses.add(loss)
 
     def boundary(self) -> None:
-        """Process received events, adopt snapshots and send contributions, as the second half of `turn`. Raises as
-        `turn`.
+        """Process received events, adopt snapshots and send contributions, as the second half of `turn`.
+
+        Raises as `turn`.
         """
         if self.link.pumps.failure is not None:
             raise self.link.pumps.failure

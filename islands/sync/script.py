@@ -116,8 +116,9 @@ def island_name(address: str | None, given: str | None, option: str = "`island=`
 
 
 def checked_counts(steps: Any, tokens: Any) -> tuple[int, int]:
-    """Return the steps of a call and their tokens, at least one of each. Without tokens, each step is one. Raises
-    ConfigError (`loop.argument`) if these are no numbers, or impossible ones.
+    """Return the steps of a call and their tokens, at least one of each. Without tokens, each step is one.
+
+    Raises ConfigError (`loop.argument`) if these are no numbers, or impossible ones.
     """
     try:
         whole = operator.index(steps)

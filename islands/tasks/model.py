@@ -23,8 +23,10 @@ class TaskModel:
     """The model of a task: tensors, and functions by name. Models are equal if they compile to the same programs."""
 
     def __init__(self, named: NamedTask, seed: int) -> None:
-        """Keep the names and shapes of what `init` returns. Raises ConfigError if it fails (`task.init`), or if its
-        tree cannot be merged (`loop.nothing`, `loop.unnamed`, `loop.dtype`).
+        """Keep the names and shapes of what `init` returns.
+
+        Raises ConfigError if it fails (`task.init`), or if its tree cannot be merged (`loop.nothing`, `loop.unnamed`,
+        `loop.dtype`).
         """
         task = named.task
         self.named, self._seed = named, seed
@@ -62,8 +64,9 @@ class TaskModel:
         return jax.tree.unflatten(layout.structure, [params.get(name) for name in layout.names])
 
     def objective(self, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the value that training minimises, and the loss that it reports. They differ by the penalty. Raises
-        ConfigError (`task.loss`) if the user's loss fails, or is no scalar.
+        """Return the value that training minimises, and the loss that it reports. They differ by the penalty.
+
+        Raises ConfigError (`task.loss`) if the user's loss fails, or is no scalar.
         """
         found = self.named.call("loss", self.named.task.loss, self.tree(params), batch)
         values = found if isinstance(found, tuple) and len(found) == 2 else (found,)

@@ -101,8 +101,9 @@ def training_text(manifest: Manifest) -> OpenCorpus:
 
 
 def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
-    """Return the config with the tokenizer's vocabulary and the model's learning rate where these are not set. Raises
-    ConfigError if the model cannot read this corpus in its batches.
+    """Return the config with the tokenizer's vocabulary and the model's learning rate where these are not set.
+
+    Raises ConfigError if the model cannot read this corpus in its batches.
     """
     require_divisible(config.data.batch_size, config.inner.micro_batches)
     if config.inner.learning_rate is None:

@@ -133,8 +133,9 @@ def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
 
 
 def require_trainable(work: Workload) -> None:
-    """Draw one batch of a task, trace its loss and its optimiser, and evaluate its first parameters. Raises ConfigError
-    if a part of the task is wrong. The code names the part.
+    """Draw one batch of a task, trace its loss and its optimiser, and evaluate its first parameters.
+
+    Raises ConfigError if a part of the task is wrong. The code names the part.
     """
     params = work.model.init()
     batch = work.supply(TaskRun("check", 0)).sample(1)

@@ -39,8 +39,9 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         self._synced = self._examples = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the trainer run as long as the run does, and let schedules know its length. Raises ConfigError
-        (`trainer.option`) if the trainer does what an island cannot.
+        """Let the trainer run as long as the run does, and let schedules know its length.
+
+        Raises ConfigError (`trainer.option`) if the trainer does what an island cannot.
         """
         if (strategy := type(trainer.strategy).__name__) in REFUSED:
             raise refused(

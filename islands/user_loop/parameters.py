@@ -65,8 +65,10 @@ class TreeParameters:
         self.layout = replace(self.layout, own=dict.fromkeys(own))  # values that a later step replaces take memory
 
     def named(self) -> dict[str, Any]:
-        """Return the arrays that are merged, by name. Raises ConfigError if the tree is not that of the run
-        (`loop.other-tree`), its values are gone (`loop.meta`), or a step changed a frozen leaf (`loop.frozen-changed`).
+        """Return the arrays that are merged, by name.
+
+        Raises ConfigError if the tree is not that of the run (`loop.other-tree`), its values are gone (`loop.meta`), or
+        a step changed a frozen leaf (`loop.frozen-changed`).
         """
         if self._named is None:
             self._named = self._opened()

@@ -195,8 +195,9 @@ def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitS
 
 
 def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> Figures:
-    """Train data-parallel under the faults of a storm, and return the figures. Raises ArchipelagoError if the workers
-    do not begin to train, or if a signal interrupts them.
+    """Train data-parallel under the faults of a storm, and return the figures.
+
+    Raises ArchipelagoError if the workers do not begin to train, or if a signal interrupts them.
     """
     faults, progress = worker_faults(plan.faults, plan.islands), GroupProgress()
     with ExitStack() as stack:

@@ -254,8 +254,9 @@ class RunProcesses(FaultInjector):
 
 
 def await_ready(injector: FaultInjector, waiting: Mapping[str, Callable[[], object]]) -> None:
-    """Wait until each of the conditions holds, which are given by the name of the process. Raises ArchipelagoError
-    (`chaos.not-ready`) if one of the processes ends, or if they take longer than JOIN_SECONDS.
+    """Wait until each of the conditions holds, which are given by the name of the process.
+
+    Raises ArchipelagoError (`chaos.not-ready`) if one of the processes ends, or if they take longer than JOIN_SECONDS.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     targets = [injector.targets[name] for name in waiting if name in injector.targets]

@@ -108,8 +108,9 @@ def train(work: Workload, workers: int, steps: int, progress: Progress, params: 
 
 
 def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:
-    """Return a function that evaluates parameters on held-out data: for our models, on both held-out texts. Raises
-    ConfigError (`task.evaluate`) for a task without `evaluate`.
+    """Return a function that evaluates parameters on held-out data: for our models, on both held-out texts.
+
+    Raises ConfigError (`task.evaluate`) for a task without `evaluate`.
     """
     named = work.named
     if isinstance(named, OurTask):

@@ -115,8 +115,9 @@ class MixedRun(VirtualRun):
 
 
 def played(trial: Trial, work: Workload, note: Progress) -> dict[str, Any]:
-    """Train one of our models by islands in the trial's frameworks, and report each evaluation. Return the figures, or
-    raise ConfigError (`config.value`) if they cannot train the run's model alike.
+    """Train one of our models by islands in the trial's frameworks, and report each evaluation.
+
+    Return the figures, or raise ConfigError (`config.value`) if they cannot train the run's model alike.
     """
     config = work.config
     if config.model.size not in DENSE or config.inner.optimizer != "adamw":

@@ -133,8 +133,9 @@ class Place(NamedTuple):
 
 
 def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
-    """Run the trials that have no result yet, as long as there is time. Return plain data with a row for each arm, M
-    and H that has results.
+    """Run the trials that have no result yet, as long as there is time.
+
+    Return plain data with a row for each arm, M and H that has results.
 
     Raises ConfigError if the task is wrong, has no evaluation (`task.evaluate`), or cannot be tried so
     (`config.value`).

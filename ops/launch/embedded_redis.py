@@ -145,8 +145,9 @@ def last_start(folder: Path) -> tuple[Kind | None, ServerAddress]:
 
 
 def url_of_running(folder: Path) -> str:
-    """Return the URL of the server of a folder, with its password; empty if it does not run. Raises OSError if the
-    folder cannot be read: only the user that started the server can read it.
+    """Return the URL of the server of a folder, with its password; empty if it does not run.
+
+    Raises OSError if the folder cannot be read: only the user that started the server can read it.
     """
     address = last_start(folder.absolute())[1]
     return "" if address.state()[0] == "away" else address.url()

@@ -177,8 +177,9 @@ def _require_openable(options: UpOptions) -> None:
 
 
 def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
-    """Return the options with a number of islands that this machine's accelerators allow, and the share of each. Raises
-    ConfigError (`up.devices`, `mesh.size`) if there are not enough for what was asked.
+    """Return the options with a number of islands that this machine's accelerators allow, and the share of each.
+
+    Raises ConfigError (`up.devices`, `mesh.size`) if there are not enough for what was asked.
     """
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
     if found is not None and not is_given("--islands"):

@@ -115,8 +115,10 @@ def find(source: str | None, run: str | None) -> RunParameters:
 
 
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:
-    """Return the tokenizer of the run's model. Raises DataError if this machine does not have the corpus that holds it
-    (`data.missing`), or has one of that name with another tokenizer (`tokenizer.different`).
+    """Return the tokenizer of the run's model.
+
+    Raises DataError if this machine does not have the corpus that holds it (`data.missing`), or has one of that name
+    with another tokenizer (`tokenizer.different`).
     """
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.data.tokenizer import byte_tokenizer

@@ -241,8 +241,10 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
 
 
 def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
-    """Return the tokenizer in the folder of an export. Raises DataError if it is not the one that the weights were
-    trained with (`weights.tokenizer`), or if its file is missing or cannot be used.
+    """Return the tokenizer in the folder of an export.
+
+    Raises DataError if it is not the one that the weights were trained with (`weights.tokenizer`), or if its file is
+    missing or cannot be used.
     """
     from archipelago.islands.data.tokenizer import FILE, from_file
 

@@ -37,8 +37,9 @@ class Downloads:
         self.built: Callable[[Arrival], object] = lambda arrival: None
 
     def whole(self, p: int) -> Arrival:
-        """Download the newest full snapshot of a fragment and the differences after it. Raises WireError if a payload
-        is missing, or was not announced.
+        """Download the newest full snapshot of a fragment and the differences after it.
+
+        Raises WireError if a payload is missing, or was not announced.
         """
         found = newest(self._reader, self._manifest, p)
         self._uplink.bytes_down += found.bytes
