@@ -194,32 +194,37 @@ def names_in(node: ast.AST, known: Texts) -> Iterator[tuple[str, list[str]]]:
             yield ast.unparse(name), texts_of(ast.BinOp(name, op, value), known)
 
 
-def codes_of(node: ast.Call | ast.Tuple, known: Texts) -> Iterator[Told]:
-    """Yield the codes of a call, or of a row of a table of errors: its code, perhaps what happened, and a remedy."""
-    name, given, parts = "error", dict[str | None, ast.expr](), node.elts if isinstance(node, ast.Tuple) else node.args
-    if isinstance(node, ast.Call):
-        name = re.split(r"\W", ast.unparse(node.func).split(" if ")[0])[-1]
-        given = {each.arg: each.value for each in node.keywords}
-    elif not (parts and " " in texts_of(parts[-1], known)[0]):
-        return
-    if not (name in _TELLS or "code" in given or isinstance(given.get("extra"), ast.Dict)):
-        return
-    args = [texts_of(each, known) for each in parts]
-    if "code" in given:
-        args = [texts_of(given["code"], known), *args]
-        name = name if name in _TELLS else "error"
-    elif isinstance(extra := given.get("extra"), ast.Dict):
-        text, *others = (max(each, key=len) for each in args[name == "log" :])
-        said, _, remedy = (re.sub(r"%[.\d]*[a-z]", "%s", text) % tuple(others)).partition(". ")
-        codes = {ast.unparse(key): value for key, value in zip(extra.keys, extra.values, strict=True) if key}
-        name, args = "log", [texts_of(codes.get("'code'"), known), [said], [remedy]]
-    elif isinstance(node, ast.Tuple) and len(args) == 2:
-        args.insert(1, ["…"])
+def told_by(name: str, args: list[list[str]]) -> Iterator[Told]:
+    """Yield the codes that a call of this name tells users about, by its row of `_TELLS`."""
     where, prefix, *places = _TELLS[name]
-    told = [[each] if isinstance(each, str) else args[each] if each < len(args) else [""] for each in places]
-    for code in told[0]:
+    codes, said, remedies = (
+        [place] if isinstance(place, str) else args[place] if place < len(args) else [""] for place in places
+    )
+    for code in codes:
         if _CODE.fullmatch(prefix + code):
-            yield prefix + code, where, max(told[1], key=len), max(told[2], key=len)
+            yield prefix + code, where, max(said, key=len), max(remedies, key=len)
+
+
+def codes_of_call(node: ast.Call, known: Texts) -> Iterator[Told]:
+    """Yield the codes of a call: by its name in `_TELLS`, as its argument `code`, or in the `extra` of a log line."""
+    name = re.split(r"\W", ast.unparse(node.func).split(" if ")[0])[-1]
+    args, given = [texts_of(each, known) for each in node.args], {each.arg: each.value for each in node.keywords}
+    if "code" in given:
+        yield from told_by(name if name in _TELLS else "error", [texts_of(given["code"], known), *args])
+    elif isinstance(extra := given.get("extra"), ast.Dict):
+        text, *others = (max(each, key=len) for each in args[name == "log" :])  # `log` has the level first
+        said, _, remedy = (re.sub(r"%[.\d]*[a-z]", "%s", text) % tuple(others)).partition(". ")
+        values = {ast.unparse(key): value for key, value in zip(extra.keys, extra.values, strict=True) if key}
+        yield from told_by("log", [texts_of(values.get("'code'"), known), [said], [remedy]])
+    elif name in _TELLS:
+        yield from told_by(name, args)
+
+
+def codes_of_row(node: ast.Tuple, known: Texts) -> Iterator[Told]:
+    """Yield the codes of a row of a table of errors: its code, perhaps what happened, and a remedy, which is a text."""
+    args = [texts_of(each, known) for each in node.elts]
+    if args and " " in args[-1][0]:
+        yield from told_by("error", [args[0], ["…"], args[1]] if len(args) == 2 else args)
 
 
 def codes_in(nodes: Iterable[ast.AST], constants: Texts) -> Iterator[Told]:
@@ -229,8 +234,10 @@ def codes_in(nodes: Iterable[ast.AST], constants: Texts) -> Iterator[Told]:
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
             own.clear()
-        elif isinstance(node, ast.Call | ast.Tuple):
-            yield from codes_of(node, known)
+        elif isinstance(node, ast.Call):
+            yield from codes_of_call(node, known)
+        elif isinstance(node, ast.Tuple):
+            yield from codes_of_row(node, known)
         elif isinstance(node, ast.ClassDef) and node.name.endswith("Error"):
             for line in node.body:
                 if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "code":
