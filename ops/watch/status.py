@@ -71,8 +71,8 @@ class StatusOptions(RunSource):
     """Show a run: its islands, rounds, accounts, merger and controls. Reads only.
 
     The exit status is 1 while the run suffers: no island is live, no merger serves it, nothing was merged for more than
-    a minute (for three strides, if the islands are slower than that), its checkpoints fail, its Redis is full, or a
-    shard cannot be reached. It is 0 if the run is fine, has ended or is paused.
+    a minute (for the time of three rounds, if that is longer), its checkpoints fail, its Redis is full, or a shard
+    cannot be reached. It is 0 if the run is fine, has ended or is paused.
 
     With --watch it shows the run live on a terminal until Ctrl-C, and survives restarts of Redis.
     """
