@@ -1,7 +1,7 @@
 """How much memory a run takes, by part, estimated from its tensors and settings. Pure, except for `available_here`.
 
 The estimates are for processes on a CPU. With an accelerator, the island's part is mostly on the device. They were
-calibrated with measured peaks (docs/guide/watch.md); other batches and codecs change them.
+calibrated with measured peaks (docs/guide/scaling.md); other batches and codecs change them.
 """
 
 from __future__ import annotations
