@@ -121,6 +121,19 @@ def test_probes_ask_for_pages_that_workers_serve() -> None:
     assert f"http://127.0.0.1:9310{ALIVE}" in compose
 
 
+def test_an_island_on_a_spot_machine_takes_the_content_of_a_join_file(tmp_path: Path) -> None:
+    program = tmp_path / "archipelago" / "bin" / "archipelago"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\necho "$ARCHIPELAGO_URL"\n', encoding="utf-8")
+    program.chmod(0o755)
+    run = documents(DEPLOY / "skypilot/island.yaml")[0]["run"]
+    for given, used in (('{"name": "oslo"}', f"{tmp_path}/island.join"), ("redis://HOST:6379", "redis://HOST:6379")):
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ISLAND": "", "ARCHIPELAGO_URL": given}
+        assert subprocess.check_output(["/bin/sh", "-c", run], env=environment, text=True).strip() == used
+    join = tmp_path / "island.join"
+    assert (join.read_text(encoding="utf-8"), join.stat().st_mode & 0o777) == ('{"name": "oslo"}', 0o600)
+
+
 def test_a_redis_without_a_usable_password_says_so(tmp_path: Path) -> None:
     for password in ("", "two words", "a@b"):
         done = subprocess.run(
