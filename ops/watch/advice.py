@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, MergeLoad, merge_load
 from archipelago.broker.shards.reader import numbered
@@ -107,16 +108,17 @@ def verdict(view: RunView) -> str:
         rise = rising([entry.loss for entry in view.tape])
         return "Nothing was evaluated yet." + (" The training loss rises." if rise else "") if view.tape else ""
     best = min(range(len(seen)), key=lambda n: seen[n][0])
-    since, ratio = len(seen) - 1 - best, view.held_out_last / seen[-1][0]
-    figure = f"{seen[best][0] * ratio:.4f}, after round {seen[best][1].round:,}"
+    since, lowest = len(seen) - 1 - best, seen[best][0]
+    figure = f"{loss_unit(view.manifest.corpus).from_evaluation(lowest):.4f}, after round {seen[best][1].round:,}"
     if len(seen) < VERDICT_EVALUATIONS:
         return f"Best held-out loss so far: {figure}. It is too early for a trend."
     if not since:
         return f"It learns: the held-out loss is at its best, {figure}."
-    worse = seen[-1][0] / seen[best][0] - 1.0
+    worse = (seen[-1][0] - lowest) / (abs(lowest) or math.ulp(0.0))  # a loss of a script may be zero or negative
     word = "It is level" if since < VERDICT_EVALUATIONS or worse < LEVEL_SHARE else "It does not learn any more"
     later = "1 evaluation" if since == 1 else f"{since} evaluations"
-    return f"{word}: the best held-out loss was {figure}; the newest is {worse:.1%} above it, {later} later."
+    share = f"{worse:.1%} " if lowest else ""
+    return f"{word}: the best held-out loss was {figure}; the newest is {share}above it, {later} later."
 
 
 def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:

@@ -157,7 +157,8 @@ def result_in_words(report: Mapping[str, Any]) -> str:
     if math.isnan(last):
         return f"{ended}{took} with {islands}; nothing was evaluated"
     side = "above" if last > single else "below"
-    gap = f", {abs(last / single - 1.0):.1%} {side} one process on as many tokens ({single:.4f})"
+    share = f"{abs((last - single) / single):.1%} " if single else ""
+    gap = f", {share}{side} one process on as many tokens ({single:.4f})"
     reached = f"{ended}{took}: {islands} reached {last:.4f} {report['unit']} on held-out data"
     return reached if math.isnan(single) else reached + gap
 

@@ -235,6 +235,7 @@ def test_the_result_of_a_run_in_one_sentence() -> None:
         "finished in 90 s: 2 islands reached 2.5000 bits per byte on held-out data, "
         "25.0% above one process on as many tokens (2.0000)"
     )
+    assert "above one process" in result_in_words(report | {"held_out_one_process": 0.0})
     alone = result_in_words(report | {"held_out_one_process": math.nan, "finished": False, "islands": 1})
     assert alone == "interrupted in 90 s: 1 island reached 2.5000 bits per byte on held-out data"
     assert "nothing was evaluated" in result_in_words(report | {"held_out_last": math.nan})
