@@ -67,12 +67,17 @@ def main(options: ServeWeightsOptions) -> int:
 
 
 def publish(target: Path, keep: int) -> None:
-    """Let the link lead to this version, and delete all but the newest ones. A reader sees no folder torn."""
+    """Let the link lead to this version, and delete all but it and the last ones before. A reader sees no folder torn.
+
+    Later ones are of rounds that the run lost when it went back to a checkpoint.
+    """
     folder, link = target.parent, target.with_name(f".{LATEST}.{secrets.token_hex(4)}")
     link.symlink_to(target.name)
     link.replace(folder / LATEST)
     sync(folder)
-    for old in _versions(folder)[:-keep]:
+    versions = _versions(folder)
+    kept = versions[: versions.index(target) + 1][-keep:]
+    for old in [each for each in versions if each not in kept]:
         hidden = old.with_name(f".{old.name}.staged-{secrets.token_hex(4)}")  # deleted later if this process dies here
         old.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)

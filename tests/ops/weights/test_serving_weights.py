@@ -36,6 +36,15 @@ def test_the_last_versions_stay_and_the_link_leads_to_the_newest(tmp_path: Path)
     assert names(tmp_path) == ["latest", "weight_v1000000", "weight_v999999"]
 
 
+def test_versions_of_rounds_that_the_run_has_lost_are_deleted(tmp_path: Path) -> None:
+    for number in (10, 12, 14, 8):
+        target = tmp_path / f"weight_v{number:06d}"
+        target.mkdir()
+        serving.publish(target, keep=3)
+        assert (tmp_path / "latest").resolve() == target and target.is_dir()
+    assert names(tmp_path) == ["latest", "weight_v000008"]
+
+
 def test_a_run_is_written_to_its_end(
     tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
