@@ -29,6 +29,7 @@ class TrainerIsland:
 
     Attributes:
         length: The length in steps of a run that the trainer creates, if it does.
+        tokens: The tokens of one step, if the trainer does not count them.
         is_joined: Whether the island is in the run now.
     """
 
@@ -65,7 +66,7 @@ class TrainerIsland:
         """
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ConfigError(f"`steps` cannot be {steps!r}", "Give a length such as 20_000.", code="config.value")
-        self._url, self._name, self.length, self._tokens = url, name, steps, tokens
+        self._url, self._name, self.length, self.tokens = url, name, steps, tokens
         self._shared: dict[str, Any] = {
             "buffers": buffers, "trained": trained, "names": names, "wait_seconds": wait_seconds
         }  # fmt: skip
@@ -144,7 +145,7 @@ class TrainerIsland:
             raise refused("another trainer uses this callback now", "Give each trainer a callback of its own.")
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 0.0
         if self._scale >= before:  # else the gradients were not finite, and no parameter has changed
-            self._run.sync(tokens=self._tokens or max(tokens, 1), loss=loss)
+            self._run.sync(tokens=self.tokens or max(tokens, 1), loss=loss)
         return bool(self._run.finished)
 
     def report(self, loss: float) -> None:

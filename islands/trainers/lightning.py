@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from archipelago.islands.trainers.island import TrainerIsland, follow_clock, refused, require_one
 
@@ -68,8 +69,17 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         self._follow(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Sync after a step of the optimiser, and stop the trainer with the run."""
-        self._examples += extract_batch_size(batch) * trainer.world_size
+        """Sync after a step of the optimiser, and stop the trainer with the run.
+
+        Raises ConfigError (`trainer.option`) if it cannot count the examples of a batch.
+        """
+        try:
+            self._examples += 0 if self.island.tokens else extract_batch_size(batch) * trainer.world_size
+        except MisconfigurationException:
+            raise refused(
+                f"the examples of a batch of {type(batch).__name__} cannot be counted: it has no tensor",
+                "Give the callback `tokens`, the examples of one step of all processes.",
+            ) from None
         if trainer.global_step == self._synced or not self.island.is_joined:
             return  # gradients are accumulated
         self._synced, examples, self._examples = trainer.global_step, self._examples, 0

@@ -148,3 +148,16 @@ def test_bad_input_is_one_error_with_a_code(url: str) -> None:
     with failing(ConfigError, "trainer.option"):
         strategy = type("DeepSpeedStrategy", (lightning.pytorch.strategies.SingleDeviceStrategy,), {})(device="cpu")
         trainer(callback, strategy=strategy).fit(lightning_module(), loader())
+
+
+def test_examples_that_cannot_be_counted_are_given(url: str) -> None:
+    model = lightning_module()
+    model.training_step = lambda batch, batch_idx: sum(weight.square().sum() for weight in model.parameters())
+    texts = torch.utils.data.DataLoader(["a", "b", "c"], 1)
+    with failing(ConfigError, "trainer.option"):
+        trainer(ArchipelagoCallback(url, "own", steps=1000, sync=SYNC)).fit(model, texts)
+    told = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC, tokens=5, island="told", final_seconds=0.1)
+    with failing(BrokerError, "island.not-merged"):
+        trainer(told, max_steps=2).fit(model, texts)
+    found = {each.heartbeat.island: each.heartbeat.tokens for each in connect(url, "own").reader.presences()}
+    assert found["told"] == 10
