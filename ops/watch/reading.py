@@ -311,7 +311,7 @@ class Watcher:
         tape, may_follow = self.transport.reader.tape(RECENT_ROUNDS), self._lacks <= shards_away(self.transport).keys()
         if not (may_follow and self.history.follows(tape)):
             tape = self.transport.reader.tape(self._rounds)
-        if may_follow and self.history.follows(tape):
+        if tape and may_follow and self.history.follows(tape):
             self.history.extend(tape)
             return tape
         found = self._primary.reader.manifest()

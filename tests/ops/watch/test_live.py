@@ -26,6 +26,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Counters, Evaluation, Refusal
 from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.presence import Presence
+from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import RedisServer
@@ -206,6 +207,17 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     assert watch.latest is not None
     assert watch.latest.view.rounds == 3
     assert [e.bits_per_byte for e in watch.latest.view.evaluations] == [2.5], "after an outage everything is read again"
+
+
+def test_a_run_that_was_created_again_before_its_first_round_is_shown_as_it_is_now() -> None:
+    transport = samples.begin(connect(f"fakeredis://{uuid.uuid4().hex}", "sample"))
+    watch = Watcher(transport)
+    assert watch.update()
+    delete_shard(transport.connection)
+    assert not watch.update()
+    samples.begin(transport, fragments=4)
+    assert watch.update()
+    assert watch.latest is not None and watch.latest.view.fragments == 4
 
 
 def test_it_needs_a_terminal() -> None:
