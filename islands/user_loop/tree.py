@@ -123,7 +123,9 @@ def name_of(path: Sequence[Any]) -> str:
 
 
 def _require_trainable(name: str, leaf: Any) -> bool:
-    """Return True. Raise ConfigError (`loop.dtype`) for a leaf that is not a floating-point array."""
+    """Return whether a leaf has elements. Raise ConfigError (`loop.dtype`) unless it is a floating-point array."""
+    if 0 in getattr(leaf, "shape", ()):
+        return False
     if not _is_merged(name, leaf):
         raise ConfigError(
             f"the leaf {name!r} is trained, and it is of {getattr(leaf, 'dtype', type(leaf).__name__)}",

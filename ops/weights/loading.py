@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from archipelago.broker.config import OWN_MODEL
-from archipelago.broker.errors import MismatchError
+from archipelago.broker.errors import DataError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.manifest import Tensor
@@ -68,14 +68,19 @@ def _of_files(path: Path, like: Any, names: Names | None) -> Any:
     config = read_config(files[0].parent)
     own = config.get(OWN_KIND) or {}
     own = own if isinstance(own, dict) else {}
-    named = {name: values for file in files for name, values in _read(file).items()}
+    read = [pair for file in files for pair in _read(file).items()]
+    named = dict(read)
+    if len(named) < len(read):
+        raise DataError(
+            f"the files in {path} hold a tensor of one name twice", "Name one file.", code="weights.damaged"
+        )
     try:
         frozen = TypeAdapter(tuple[FrozenTensor, ...]).validate_python(own.get("frozen", ()))
     except ValueError as error:
         raise damaged(path, error) from None
 
     def filled(named: Mapping[str, NDArray[np.float32]]) -> Any:
-        tensors = [Tensor(name, values.shape) for name, values in named.items()]
+        tensors = [Tensor(name, values.shape) for name, values in named.items() if values.size]  # as in runs
         return Published(str(path), str(own.get("run", path)), tensors, frozen).filling(like, names)(named)
 
     try:

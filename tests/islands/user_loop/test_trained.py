@@ -12,7 +12,7 @@ import pytest
 from archipelago import SyncConfig, create, join
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.user_loop.tree import FrozenLeaves
+from archipelago.islands.user_loop.tree import FrozenLeaves, TreeLayout
 from tests.failing import failing
 from tests.islands.user_loop.own_runs import OwnRun, only_kernels_trained
 
@@ -47,6 +47,11 @@ def test_a_choice_that_cannot_be_used_is_refused() -> None:
                 create("fakeredis://never", "own", tree(), steps=10, trained=choice)
             with failing(ConfigError, code):
                 join("fakeredis://never", "own", tree(), trained=choice)
+
+
+def test_leaves_without_elements_are_never_trained() -> None:
+    params = {**tree(), "lora.none": jnp.zeros((0, 4))}
+    assert TreeLayout.of(params, "lora").templates.keys() == {"lora.a", "lora.b"}
 
 
 def test_an_island_sends_nothing_but_what_is_trained() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import archipelago
 from archipelago.broker.errors import ArchipelagoError
@@ -65,6 +67,13 @@ def test_frozen_tensors_are_compared(tmp_path: Path) -> None:
         archipelago.load(folder, like=replace_bias(tree()))
 
 
+def test_tensors_without_elements_are_left_out_as_in_runs(tmp_path: Path) -> None:
+    like = {"weight": jnp.zeros(2), "none": jnp.zeros((0, 3))}
+    save_file({"weight": np.ones(2, np.float32), "none": np.zeros((0, 3), np.float32)}, tmp_path / "own.safetensors")
+    found = archipelago.load(tmp_path, like=like)
+    assert (found["weight"].tolist(), found["none"].shape) == ([1.0, 1.0], (0, 3))
+
+
 def replace_bias(params: Any) -> Any:
     return {**params, "embedding": params["embedding"] + 1.0}
 
@@ -83,3 +92,6 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, url: str) -> None:
             archipelago.load(source, like=tree())
     with failing(ArchipelagoError, "broker.unknown-run"):
         archipelago.load(url, like=tree(), run="none")
+    shutil.copy(tmp_path / "out" / "model.safetensors", tmp_path / "out" / "other.safetensors")
+    with failing(ArchipelagoError, "weights.damaged"):
+        archipelago.load(folder)
