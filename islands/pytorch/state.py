@@ -33,18 +33,22 @@ class StateEntry:
 
     Attributes:
         group: The options of the parameter's group, such as `betas`.
-        states: The state of the parameter's optimiser.
+        optimizer: The parameter's optimiser, which has another `state` after `load_state_dict`.
         name: The parameter's name; its position if the module does not have it.
         key: The name of the value, such as `exp_avg`.
         example: A value of this shape, dtype and device, or a plain number.
     """
 
     group: Mapping[str, Any]
-    states: Any
+    optimizer: Any
     parameter: Any
     name: str
     key: str
     example: Any
+
+    @property
+    def states(self) -> Any:
+        return self.optimizer.state
 
     @property
     def tensor(self) -> Any:
@@ -125,7 +129,7 @@ class OptimizerState:
                             raise TypeError(f"{key!r} is a {type(value).__name__}, not a tensor or a number")
                         if torch.is_tensor(value):
                             value = torch.empty_like(value, device="meta")
-                        yield StateEntry(group, optimizer.state, parameter, name, key, value)
+                        yield StateEntry(group, optimizer, parameter, name, key, value)
 
     def still_travels(self) -> bool:
         """Return whether the state has the layout that it had at first. Otherwise no peer could use it from now on."""

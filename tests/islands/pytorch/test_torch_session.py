@@ -170,6 +170,12 @@ def test_state_whose_layout_changes_is_given_no_more(caplog: pytest.LogCaptureFi
         assert len(caplog.records) == 1, changed
 
 
+def test_state_that_a_script_has_loaded_is_given() -> None:
+    _, optimizer, state = stepped("AdamW", 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert state.copies() is not None
+
+
 def test_the_state_of_another_optimiser_is_refused() -> None:
     about, payload = handover(stepped("AdamW", 2)[2])
     with failing(WireError, "handover.shape"):
