@@ -170,7 +170,7 @@ function writeTiles(run) {
   const limit = run.memory_limit_bytes, used = run.memory_bytes;
   put("memory", used ? size(used) : dash);
   $("memory-meter").hidden = !limit;
-  $("memory-meter").dataset.mood = used > 0.9 * limit ? "bad" : used > 0.8 * limit ? "warn" : "good";
+  $("memory-meter").dataset.mood = page.problems.find((each) => each.code === "redis.memory")?.mood ?? "good";
   bar("memory-bar", limit ? used / limit : 0);
   put("memory-sub", limit ? `of ${size(limit)}, ${(100 * used / limit).toFixed(0)} %` : used ? "no limit is set" : "this server does not report it");
 }

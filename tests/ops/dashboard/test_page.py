@@ -121,6 +121,8 @@ def test_problems_come_first_with_a_remedy_and_in_groups(
     assert TROUBLE.removeprefix("thin link ") in page.text("#problem-list")
     assert "[island.thin-link]" in page.text("#problem-list"), "by which the guide has it"
     assert not page.is_shown("#banner")  # Nobody has to do anything about a thin link.
+    full = "page.problems = [{code: 'redis.memory', mood: 'warn'}]; writeTiles(page);"
+    assert page.run(f"{full} return document.getElementById('memory-meter').dataset.mood") == "warn"
     for name in NAMES[5:9]:
         transport.island.heartbeat(samples.heartbeat(name, link="the Redis does not answer"))
     until(lambda: "4 islands" in page.text("#problem-list"), "one problem for all of them")
