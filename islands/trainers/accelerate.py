@@ -46,6 +46,7 @@ class LocalSGD:
 
         Args:
             accelerator: It has prepared the model and its optimisers.
+            enabled: Without it, the script trains alone, and `finished` is true after `steps` steps.
             local_sgd_steps: The steps between two syncs of a fragment (`SyncConfig.interval`) if this creates the run.
             name: The name of the run; None for $ARCHIPELAGO_RUN, or else `local-sgd`.
             url, steps, **options: As in `TrainerIsland`.
@@ -63,10 +64,11 @@ class LocalSGD:
         loader = next(iter(accelerator._dataloaders), None)
         self._optimizers: list[Any] = []  # of the model
         self._examples = getattr(loader, "total_batch_size", 1) * accelerator.gradient_accumulation_steps
-        self.finished = False
+        self.finished, self._alone_steps = False, 0
 
     def __enter__(self) -> Self:
         """Join the run. The model then has its parameters."""
+        self.finished, self._alone_steps = False, 0
         if self._enabled:
             own = {id(parameter) for parameter in self._model.parameters()}
             optimizers = self._accelerator._optimizers  # of all models that it has prepared
@@ -87,6 +89,9 @@ class LocalSGD:
         if self.island.is_joined and self._accelerator.sync_gradients:
             self.finished = self.island.sync(tokens or self._examples, loss)
             self._follow()
+        elif not self._enabled and self._accelerator.sync_gradients:
+            self._alone_steps += 1
+            self.finished = self.island.length is not None and self._alone_steps >= self.island.length
 
     def _follow(self) -> None:
         """Set the learning rates of the model's schedules to those of the run's clock. They count each process."""

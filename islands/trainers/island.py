@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.islands.models.llama import Names
 from archipelago.islands.pytorch.joining import Joining, create, membership
 from archipelago.islands.pytorch.module import unwrapped
@@ -149,9 +149,12 @@ class TrainerIsland:
         return bool(self._run.finished)
 
     def report(self, loss: float) -> None:
-        """Record a held-out loss, also of the run's parameters after the end."""
-        if self._run is not None:
-            self._run.report(held_out=loss)
+        """Record a held-out loss, also of the run's parameters after the end. One that cannot be is only logged."""
+        try:
+            if self._run is not None:
+                self._run.report(held_out=loss)
+        except ArchipelagoError as error:
+            log.warning("the held-out loss is not recorded: %s", error.what, extra={"code": error.code})
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the run, if the island is in it, as the `with` block of a script does.

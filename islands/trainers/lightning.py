@@ -53,6 +53,8 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
         self._ends_with_run = stage == "fit" and self.island.ends_with_run(trainer.max_steps)
         if self._ends_with_run:
             trainer.fit_loop.max_epochs = -1
+            # Lightning would train on until it has made these, after the island has left.
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
             trainer.fit_loop.epoch_loop.max_steps = self.island.length or trainer.max_steps
             bar = trainer.progress_bar_callback
             if isinstance(bar, TQDMProgressBar | RichProgressBar):

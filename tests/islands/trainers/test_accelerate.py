@@ -81,9 +81,14 @@ def test_it_creates_a_run_if_it_knows_the_length(url: str, caplog: pytest.LogCap
     accelerator, model, optimizer, data = prepared()
     with failing(UnknownRunError, "broker.unknown-run"), LocalSGD(accelerator, model, 4):
         pass
-    local: Any = LocalSGD(accelerator, model, 4, enabled=False)
-    with local:
-        trained(local, accelerator, model, optimizer, data)
+    local: Any = LocalSGD(accelerator, model, 4, enabled=False, steps=100)
+    for _ in range(2):
+        with local:
+            assert not local.finished
+            trained(local, accelerator, model, optimizer, data)
+            assert not local.finished, "64 steps of 100"
+            trained(local, accelerator, model, optimizer, data)
+            assert local.finished, "alone, it trains for as many steps as the run would have"
     local = LocalSGD(accelerator, model, 12, steps=1000, final_seconds=0.1)
     with failing(BrokerError, "island.not-merged"), local:
         trained(local, accelerator, model, optimizer, data)

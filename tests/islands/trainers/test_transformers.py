@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -97,13 +98,18 @@ def test_its_bar_follows_a_run_whose_length_is_steered(url: str) -> None:
 
 
 @pytest.mark.parametrize(("monitor", "prefix"), [({}, "eval"), ({"monitor": "eval_b_loss"}, "eval_b")])
-def test_its_evaluations_become_the_held_out_losses_of_the_run(url: str, monitor: Any, prefix: str) -> None:
-    made = trainer([ArchipelagoCallback(url, "own", steps=1000, sync=SYNC, **monitor), Evaluated()], max_steps=6)
+def test_its_evaluations_become_the_held_out_losses_of_the_run(
+    url: str, monitor: Any, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC, **monitor)
+    made = trainer([callback, Evaluated()], max_steps=6)
     made.eval_dataset = {"a": examples(8), "b": examples(16)} if monitor else examples(16)
     archipelago.pytorch.create(url, "own", Network(), steps=1000, sync=SYNC)
     with served(url):
         made.train()
     made.evaluate()
+    callback.on_evaluate(made.args, made.state, made.control, {f"{prefix}_loss": math.nan})
+    assert getattr(caplog.records[-1], "code", "") == "loop.argument", "a loss that is no number ends no training"
     found = [each[f"{prefix}_loss"] for each in made.state.log_history if f"{prefix}_loss" in each]
     transport = connect(url, "own")
     unit = loss_unit(transport.reader.manifest().corpus)
