@@ -169,6 +169,8 @@ class Boards:
 
     def of(self, run: str) -> Board:
         """Return the board of a run. Raise ArchipelagoError if it cannot be read."""
+        if run in self._boards:  # without the lock: another run may hang while it is opened
+            return self._boards[run]
         with self._lock:
             if run in self._boards:
                 return self._boards[run]

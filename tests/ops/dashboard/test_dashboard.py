@@ -6,6 +6,7 @@ import http.client
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -177,15 +178,21 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
         RunEntry("shut", "runs/shut", "ended", is_served=False),
     ]
     asked: list[str] = []
+    shown: list[Board] = []
 
     def opened(run: str) -> Watcher:
         asked.append(run)
+        if run == "hung":
+            other = threading.Thread(target=lambda: shown.append(several.of("other")), daemon=True)
+            other.start()
+            other.join(10.0)
+            assert shown, "an open run waits for one that hangs"
         if run != "other":
             raise UnknownRunError("its Redis does not run", "Start it.")
         return watch
 
-    with Boards(None, lambda: entries, opened) as boards:
-        client = TestClient(application(boards), "http://localhost")
+    with Boards(None, lambda: entries, opened) as several:
+        client = TestClient(application(several), "http://localhost")
         found = client.get("/api/runs").json()
         assert [(run["run"], run["mood"], run["is_served"]) for run in found] == [
             ("other", "good", True), ("ill", "warn", True), ("shut", "idle", False),
@@ -194,6 +201,7 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
         for run, status in (("other", 200), ("shut", 404), ("../etc", 404), ("other", 200)):
             assert client.get(f"/api/runs/{run}/view").status_code == status, run
         assert asked == ["other", "shut"], "each is opened once; a name with a slash is no address"
+        assert client.get("/api/runs/hung/view").status_code == 404
         assert client.get("/metrics").status_code == 503, "no run was named"
     boards = Boards(watch)
     assert boards.listed() == [{"run": "sample", "is_served": True}]
