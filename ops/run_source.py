@@ -50,8 +50,8 @@ class RunSource(RunAddress):
     """The options with which a verb that reads a run finds it."""
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """The URL of a Redis, a join file, or the name or folder of a run of `up`. The default is $ARCHIPELAGO_URL, or the
-    folder of the run that is named.
+    """The URL of a Redis, a join file, or the name or folder of a run of `up`. A name without a folder is that of a run
+    at $ARCHIPELAGO_URL, which is also the default; without it, that is the folder of the run that is named.
     """
 
     def open(self) -> AbstractContextManager[FoundRun]:
@@ -64,8 +64,8 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
     """Yield the run that a user names.
 
     Args:
-        source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. The default
-            is $ARCHIPELAGO_URL, and without that the folder of the run that is named.
+        source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. A name that
+            has no folder is that of a run at $ARCHIPELAGO_URL. This is the default, and without it the folder of `run`.
         run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run at that place.
         starts_redis: Whether a run in a folder is read from its own Redis, which is started if it does not run. It
             knows more of a run than the newest checkpoint.
@@ -79,6 +79,9 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
     name = run or os.environ.get(RUN_VARIABLE)
     if source is None and name and not os.environ.get(URL_VARIABLE):
         source = str(RUNS / checked_name(name, "the run name"))
+    is_name = source is not None and not ("/" in source or names_redis(source))
+    if is_name and os.environ.get(URL_VARIABLE) and not _folder_of(source or "").exists():
+        source, run = None, run or source
     with ExitStack() as stack:
         if source is not None and is_bucket(source):
             from archipelago.merger.storage import fetched

@@ -151,6 +151,19 @@ def test_the_join_file_in_a_folder_leads_to_the_folder() -> None:
             assert (found.folder, reading.view.folder) == (folder, str(folder or ""))
 
 
+def test_a_name_without_a_folder_is_that_of_a_run_at_the_usual_redis(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(url, "mine").close()
+    create(url, "other").close()
+    monkeypatch.setenv("ARCHIPELAGO_URL", url)
+    with open_run("mine", None) as found:
+        assert found.transport.reader.manifest().run == "mine"
+    with failing(UnknownRunError, "broker.unknown-run"), open_run("none", None) as found:
+        found.transport.reader.manifest()
+    Path("runs/mine").mkdir(parents=True)
+    with failing(ConfigError, "checkpoint.missing"), open_run("mine", None):
+        pass
+
+
 def test_a_run_at_a_redis_of_others_has_its_folder_here(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of("mine")
     create(url, "mine", "a", state="training").close()
