@@ -76,12 +76,11 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
         ConfigError: There is no checkpoint (`checkpoint.missing`), or nothing is named.
         UnknownRunError: The checkpoints belong to another run.
     """
-    name = run or os.environ.get(RUN_VARIABLE)
-    if source is None and name and not os.environ.get(URL_VARIABLE):
+    name, has_redis = run or os.environ.get(RUN_VARIABLE), bool(os.environ.get(URL_VARIABLE))
+    if source is None and name and not has_redis:
         source = str(RUNS / checked_name(name, "the run name"))
-    is_name = source is not None and not ("/" in source or names_redis(source))
-    if is_name and os.environ.get(URL_VARIABLE) and not _folder_of(source or "").exists():
-        source, run = None, run or source
+    elif source and has_redis and run in (None, source) and _has_no_folder(source):
+        source, run = None, source
     with ExitStack() as stack:
         if source is not None and is_bucket(source):
             from archipelago.merger.storage import fetched
@@ -93,6 +92,11 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
             yield FoundRun(_connected(stack, source, run), folder, "its Redis", shown(source or ""))
         else:
             yield _in_folder(stack, _folder_of(source), run, starts_redis)
+
+
+def _has_no_folder(source: str) -> bool:
+    """Return whether this can only be the name of a run at a Redis."""
+    return not ("/" in source or names_redis(source) or _folder_of(source).exists())
 
 
 def _folder_of(source: str) -> Path:

@@ -159,6 +159,8 @@ def test_a_name_without_a_folder_is_that_of_a_run_at_the_usual_redis(url: str, m
         assert found.transport.reader.manifest().run == "mine"
     with failing(UnknownRunError, "broker.unknown-run"), open_run("none", None) as found:
         found.transport.reader.manifest()
+    with failing(ConfigError, "checkpoint.missing"), open_run("mine", "other"):
+        pass
     Path("runs/mine").mkdir(parents=True)
     with failing(ConfigError, "checkpoint.missing"), open_run("mine", None):
         pass
