@@ -117,7 +117,7 @@ def verdict(view: RunView) -> str:
     worse = (seen[-1][0] - lowest) / (abs(lowest) or math.ulp(0.0))  # a loss of a script may be zero or negative
     word = "It is level" if since < VERDICT_EVALUATIONS or worse < LEVEL_SHARE else "It does not learn any more"
     later = "1 evaluation" if since == 1 else f"{since} evaluations"
-    share = f"{worse:.1%} " if lowest else ""
+    share = f"{worse:.1%} " if lowest or not worse else ""
     return f"{word}: the best held-out loss was {figure}; the newest is {share}above it, {later} later."
 
 
