@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from types import TracebackType
 from typing import Any, Self
@@ -64,7 +65,7 @@ class LocalSGD:
         loader = next(iter(accelerator._dataloaders), None)
         self._optimizers: list[Any] = []  # of the model
         self._examples = getattr(loader, "total_batch_size", 1) * accelerator.gradient_accumulation_steps
-        self.finished, self._alone_steps = False, 0
+        self.finished = False
 
     def __enter__(self) -> Self:
         """Join the run. The model then has its parameters."""
@@ -86,12 +87,14 @@ class LocalSGD:
 
     def step(self, *, tokens: int | None = None, loss: Any = None) -> None:
         """Sync, if the optimiser has made a step. Without `tokens`, a step counts the examples of the first loader."""
-        if self.island.is_joined and self._accelerator.sync_gradients:
+        if not self._accelerator.sync_gradients:
+            return
+        if self.island.is_joined:
             self.finished = self.island.sync(tokens or self._examples, loss)
             self._follow()
-        elif not self._enabled and self._accelerator.sync_gradients:
+        elif not self._enabled:
             self._alone_steps += 1
-            self.finished = self.island.length is not None and self._alone_steps >= self.island.length
+            self.finished = self._alone_steps >= (self.island.length or math.inf)
 
     def _follow(self) -> None:
         """Set the learning rates of the model's schedules to those of the run's clock. They count each process."""

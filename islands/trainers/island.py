@@ -154,7 +154,7 @@ class TrainerIsland:
             if self._run is not None:
                 self._run.report(held_out=loss)
         except ArchipelagoError as error:
-            log.warning("the held-out loss is not recorded: %s", error.what, extra={"code": error.code})
+            log.warning("the held-out loss is not recorded: %s", error, extra={"code": error.code})
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the run, if the island is in it, as the `with` block of a script does.
