@@ -23,8 +23,10 @@ Evaluate = Callable[[Any], Any]
 
 
 def checked_loss(value: Any, source: str) -> float:
-    """Return a held-out loss as a number, as `report` takes it. `source` says in the error what part of the script
-    gives it. Raises ConfigError (`loop.argument`) if it is no finite number.
+    """Return a held-out loss as a number, as `report` takes it.
+
+    `source` says in the error what part of the script gives it. Raises ConfigError (`loop.argument`) if it is no finite
+    number.
     """
     try:
         loss = math.nan if isinstance(value, str | bytes | bool) else float(value)

@@ -19,8 +19,9 @@ NAMED_MAX = 4
 
 
 def kinds_by(kinds: str | KindOf) -> KindOf:
-    """Return the function from a tensor's name to its kind, from what `create` was given. An expression ignores case.
-    Raises ConfigError (`loop.argument`) for one that cannot be read.
+    """Return the function from a tensor's name to its kind, from what `create` was given.
+
+    An expression ignores case. Raises ConfigError (`loop.argument`) for one that cannot be read.
     """
     if not isinstance(kinds, str):
         return lambda name: _checked(kinds(name), name)
@@ -104,8 +105,9 @@ _REMEDY = (
 
 
 def trained_by(trained: Trained) -> IsTrained:
-    """Return the function from a tensor's name to whether it is trained, from what `create` or `join` was given. An
-    expression ignores case. Raises ConfigError (`loop.argument`) for one that cannot be read, and for anything else.
+    """Return the function from a tensor's name to whether it is trained, from what `create` or `join` was given.
+
+    An expression ignores case. Raises ConfigError (`loop.argument`) for one that cannot be read, and for anything else.
     """
     if not isinstance(trained, str):
         if not callable(trained):

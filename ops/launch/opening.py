@@ -88,6 +88,7 @@ def _write_users(file: Path, password: str) -> None:
 
 def public_host(host: str | None) -> str:
     """Return the name or address under which others reach this machine: the given one, or the one that it sends with.
+
     Raises ConfigError if `host` cannot be a name or an address.
     """
     if host is not None and not _is_host(host):
