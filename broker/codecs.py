@@ -302,19 +302,18 @@ def _quantise_top(values_N: Array, xp: Any) -> Parts:
 def _largest(blocks: Array, count: int, xp: Any) -> Array:
     """Return the indices of the `count` largest magnitudes of each row, ascending. Earlier indices win ties.
 
-    The smallest kept magnitude is found bit by bit, which is faster than sorting in numpy and in XLA on a CPU.
+    XLA sorts whole rows, twice. It compiles that in a third of the time that a search for the smallest kept magnitude
+    takes, and runs it as fast.
     """
-    magnitudes = _magnitudes(blocks)
-    least = xp.zeros((blocks.shape[0], 1), np.uint32)
-    for bit in reversed(range(31)):
-        higher = least | np.uint32(1 << bit)
-        enough = xp.sum(magnitudes >= higher, axis=1, keepdims=True, dtype=np.int32) >= count
-        least = xp.where(enough, higher, least)
+    magnitudes, width = _magnitudes(blocks), blocks.shape[1]
+    ordered = np.partition(magnitudes, -count, axis=1) if xp is np else xp.sort(magnitudes, axis=1)
+    least = ordered[:, -count, None]
     larger, equal = magnitudes > least, magnitudes == least
     room = count - xp.sum(larger, axis=1, keepdims=True, dtype=np.int32)
     chosen = larger | (equal & (xp.cumsum(equal, axis=1, dtype=np.int32) <= room))
-    known = {} if xp is np else {"size": blocks.shape[0] * count}  # XLA must know how many there are
-    return (xp.nonzero(chosen.reshape(-1), **known)[0] % blocks.shape[1]).reshape(-1, count).astype(np.int32)
+    if xp is np:
+        return np.nonzero(chosen)[1].reshape(-1, count).astype(np.int32)
+    return xp.sort(xp.where(chosen, xp.arange(width, dtype=np.int32), width), axis=1)[:, :count]
 
 
 def _mean(whole: Array, chosen: Array, xp: Any) -> Array:
