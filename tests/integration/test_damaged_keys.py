@@ -76,6 +76,10 @@ _SERVERS = itertools.count()
 Case = tuple[str, str, str]
 
 
+class Unchanged(Exception):  # noqa: N818 - what would damage a key leaves it as it is, so that the case is over
+    """A key that does not exist is deleted, for example."""
+
+
 class Died(Exception):  # noqa: N818 - the merger's process was killed, which is no error
     """The merger dies here, so that it neither takes a last checkpoint nor releases the lease."""
 
@@ -253,13 +257,12 @@ def _delete(run: DamagedRun, key: str) -> None:
 
 
 def _empty(run: DamagedRun, key: str) -> None:
+    """Empty a stream or a string. A hash or a set without members does not exist, as if it were deleted."""
     kind = run.client.type(key)
     if kind == b"stream":
         run.client.xtrim(key, maxlen=0, approximate=False)
     elif kind == b"string":
         run.client.set(key, b"")
-    else:
-        run.client.delete(key)
 
 
 def _as_list(run: DamagedRun, key: str) -> None:
@@ -342,12 +345,15 @@ def play(run: DamagedRun, name: str, how: str, when: str) -> None:
     run.play(first + DAMAGED, checkpoint=first + CHECKPOINT)
 
     def damage() -> None:
+        before = run.client.dump(run.key(name))
         if how != "earlier":
             DAMAGES[how](run, run.key(name))
         elif earlier is None:
             run.client.delete(key)
         else:
             run.client.restore(key, 0, earlier, replace=True)
+        if run.client.dump(run.key(name)) == before:
+            raise Unchanged
 
     if when == "serving":  # the merger goes on, and the next one finds what is still damaged
         run.play(first + DAMAGED + 2, damage=damage)
@@ -380,7 +386,8 @@ def play_all(cases: Sequence[Case]) -> DamagedRun:
     run, expected = DamagedRun(), undamaged(ROUNDS * len(cases))
     for case in cases:
         try:
-            play(run, *case)
+            with contextlib.suppress(Unchanged):
+                play(run, *case)
             if case[0] != "updates":  # what an island has sent is lost with its stream
                 assert run.digests == {number: expected[number] for number in run.digests}
         except Exception as error:
