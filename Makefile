@@ -11,6 +11,7 @@ WORKERS := auto
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 ARGS ?=
 # uv installs in a fifth of the time that pip takes. It does not read pip's settings, such as another index: then pip does it.
+# Python compiles a file when it is first imported: of all files that are installed, a third are.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 install = { $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) 2> /dev/null || $(PIP) $(1); }
 # Python keeps what it compiles, whatever the environment says. Without it, each process of a test compiles all sources again.
@@ -75,7 +76,7 @@ $(READY): requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	@sed -n '/^uv==/,/# via/p' requirements.lock > $(VENV)/uv.lock
 	$(PIP) --require-hashes -r $(VENV)/uv.lock
-	@export UV_COMPILE_BYTECODE=1; $(call install,--no-deps --require-hashes -r requirements.lock)
+	@$(call install,--no-deps --require-hashes -r requirements.lock)
 	@touch $@
 
 # PyTorch is not in the lock, because a machine with an accelerator needs another build of it than one without. The tests
