@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ GAIN = 0.5
 POSITIONS = 128
 
 log = logging.getLogger(__name__)
+_normal = jax.jit(lambda key, deviation, size: jax.random.normal(key, (size,)) * deviation, static_argnums=2)
 
 
 class Penalty(nnx.Variable[jax.Array]):
@@ -69,8 +70,13 @@ def residual_gain(size: Size) -> float:
 
 def linear(fan_in: int, fan_out: int, gain: float, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
     """A projection without bias. Its weights are normal with standard deviation gain / √fan_in."""
-    init = jax.nn.initializers.normal(gain / math.sqrt(fan_in))
+    init = partial(normal, gain / math.sqrt(fan_in))
     return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
+
+
+def normal(deviation: float, key: jax.Array, shape: Sequence[int], *_: object) -> Any:
+    """Draw values. To compile that takes a second, so all tensors of one size share a program."""
+    return _normal(key, deviation, math.prod(shape)).reshape(shape)
 
 
 def attend(query_BxTxNxD: jax.Array, key_BxTxNxD: jax.Array, value_BxTxNxD: jax.Array) -> jax.Array:
@@ -193,7 +199,6 @@ def functional(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -
     shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
     paths = {_dotted(path): path for path in shapes}
 
-    @jax.jit
     def fresh(key: jax.Array) -> Params:
         model = create(nnx.Rngs(key))
         return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}

@@ -29,6 +29,7 @@ from archipelago.islands.models.layers import (
     Penalty,
     functional,
     language_model,
+    normal,
     rms_norm,
     rows_of,
 )
@@ -107,8 +108,8 @@ class Transformer(nnx.Module):
         depth: Depth = UNROLLED,
     ) -> None:
         self.dtype, self.depth = dtype, depth
-        init = jax.nn.initializers.normal(_LOGIT_DEVIATION / math.sqrt(size.width))
-        self.embedding = nnx.Param(init(rngs.params(), (vocabulary, size.width), jnp.float32))
+        deviation = _LOGIT_DEVIATION / math.sqrt(size.width)
+        self.embedding = nnx.Param(normal(deviation, rngs.params(), (vocabulary, size.width)))
         self.layers = nnx.List([Layer(size, dtype, rngs, mlp) for _ in range(size.layers)])
         self.norm = rms_norm(size.width, dtype)
 
