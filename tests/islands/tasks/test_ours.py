@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -28,7 +29,7 @@ def test_the_program_of_an_island_is_that_of_its_model(size: str) -> None:
     config = replace(SMALL, model=ModelConfig(size=size))
     work, model = our_work(config, CORPUS), build(config.model)
     assert work.model.tensors == model.tensors
-    state, batch = work.begin(work.model.init()), work.supply(TaskRun("a", 1)).sample(2)
+    state, batch = jax.eval_shape(lambda: work.begin(work.model.init())), work.supply(TaskRun("a", 1)).sample(2)
     own, wanted = (
         steps.lower(state, batch, np.int32(0), np.int32(1)).as_text()  # type: ignore[attr-defined]
         for steps in (work.steps, compile_steps(model, config.inner))
