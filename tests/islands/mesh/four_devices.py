@@ -219,12 +219,13 @@ def test_our_models_train_on_a_mesh() -> None:
     inner = InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)
     of = Manifest("m", RunConfig(), model.tensors, (tuple(t.name for t in model.tensors),), Corpus("t", "", 0), {})
     batch = np.random.default_rng(0).integers(0, 10, (3, 8, 17), np.uint8)
-    _, alone_n = compile_steps(model, inner)(begin(inner, model.init(0)), batch, np.int32(0), np.int32(inner.steps))
+    alone, clock = mini.jitted(compile_steps(model, inner)), (np.int32(0), np.int32(inner.steps))
+    _, alone_n = alone(begin(inner, model.init(0)), batch, *clock)
     placement = placement_of(COLUMNS, of, 8, jax.local_devices())
     assert placement is not None
     state = placement.begin(lambda params: begin(inner, params), placement.place(model.init(0)))
-    steps = placement.steps(compile_steps(model, inner))
-    after, together_n = steps(state, placement.place_batches(batch), np.int32(0), np.int32(inner.steps))
+    steps = mini.jitted(placement.steps(compile_steps(model, inner)))
+    after, together_n = steps(state, placement.place_batches(batch), *clock)
     np.testing.assert_allclose(np.asarray(together_n), np.asarray(alone_n), rtol=2e-3)
     split = {name for name, x in after.params.items() if not x.sharding.is_fully_replicated}
     assert all(len(tensor.shape) < 2 or tensor.name in split for tensor in of.tensors)
