@@ -20,7 +20,6 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.inner import require_divisible
 from archipelago.islands.models.interface import Params
-from archipelago.islands.models.registry import build, learning_rate
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
@@ -43,6 +42,7 @@ class OurTask(NamedTask):
 
 def our_task(config: RunConfig, corpus: OpenCorpus) -> OurTask:
     """Return the task of the model that the settings name."""
+    from archipelago.islands.models.registry import build  # loads flax, which users' tasks do not need
 
     def batches(run: TaskRun) -> Batches:
         run.offer(range_order(config.data.shards, config.seed))
@@ -70,6 +70,8 @@ def our_work(config: RunConfig, corpus: OpenCorpus) -> Workload:
 @cache
 def _loss_of(config: ModelConfig) -> Callable[[Params, jax.Array], Any]:
     """Return the loss of a model, and its penalty if there is one. Equal settings give the same function."""
+    from archipelago.islands.models.registry import build
+
     model = build(config)
     found = model.loss_and_penalty or model.loss
     return lambda params, tokens_BxT1: found(params, tokens_BxT1.astype(jnp.int32))
@@ -105,6 +107,8 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
 
     Raises ConfigError if the model cannot read this corpus in its batches.
     """
+    from archipelago.islands.models.registry import learning_rate
+
     require_divisible(config.data.batch_size, config.inner.micro_batches)
     if config.inner.learning_rate is None:
         config = replace(config, inner=replace(config.inner, learning_rate=learning_rate(config.model.size)))
@@ -120,7 +124,6 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
     return config
 
 
-def first_snapshots(manifest: Manifest, params: Params | None = None) -> Sequence[tuple[Snapshot, bytes]]:
-    """Return version 0 of every fragment with its payload, from `params` or initialised from the run's seed."""
-    values = params if params is not None else build(manifest.config.model).init(manifest.config.seed)
-    return user_loop_snapshots(manifest, lambda name: np.asarray(values[name], np.float32).reshape(-1))
+def first_snapshots(manifest: Manifest, params: Params) -> Sequence[tuple[Snapshot, bytes]]:
+    """Return version 0 of every fragment with its payload."""
+    return user_loop_snapshots(manifest, lambda name: np.asarray(params[name], np.float32).reshape(-1))

@@ -98,8 +98,9 @@ class Stored:
 
 def created(config: RunConfig = LIGHT) -> Stored:
     url = f"fakeredis://{uuid.uuid4().hex}"
-    transport, manifest = connect(url, "demo"), our_work(config, CORPUS).describe("demo")
-    transport.create(manifest, first_snapshots(manifest))
+    transport, work = connect(url, "demo"), our_work(config, CORPUS)
+    manifest = work.describe("demo")
+    transport.create(manifest, first_snapshots(manifest, work.model.init()))
     return Stored(url, transport, manifest)
 
 
