@@ -2,8 +2,6 @@
 
 The test plays the islands. Every island answers every round, and the grace window never ends. So a round closes exactly
 when all islands have answered, and the members of a round depend neither on speed nor on which process dies.
-
-`python -m tests.chaos.test_crash_points URL RUN ROUND ISLAND` publishes one contribution and ends.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,7 +40,6 @@ from tests.harness.processes import Processes
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
-ROOT = Path(__file__).parents[2]
 ISLANDS = ("a", "b", "c")
 ROUNDS = 10
 #: The duration of an inner step that the islands report, so that the grace window outlasts every test.
@@ -65,6 +61,14 @@ MERGERS = (
 #: The failpoints at which the process of island b dies while it publishes, by round. Payloads of odd rounds are chunks.
 #: The island publishes the same again.
 PUBLISHERS = {3: "publish.placed", 5: "publish.done"}
+#: A process that publishes one contribution. It loads neither JAX nor pytest.
+PUBLISH = """
+import json, sys
+from archipelago.broker.messages import Contribution
+from archipelago.broker.redis.transport import connect
+with open(sys.argv[4], "rb") as payload:
+    connect(*sys.argv[1:3]).island.publish(Contribution(**json.loads(sys.argv[3])), payload.read())
+"""
 #: After this round, Redis loses everything, and a merger dies while it restores the run from its checkpoint.
 LOST_AFTER = 8
 
@@ -142,7 +146,7 @@ class ScriptedRun:
     def __init__(self, url: str, run: str, folder: Path, until: Until) -> None:
         self.url, self.run, self.folder, self.until = url, run, folder, until
         folder.mkdir(parents=True, exist_ok=True)
-        self.processes = Processes(folder, PYTHONPATH=str(ROOT))
+        self.processes = Processes(folder)
         self.said = self.processes.said
         self.manifest = manifest(run)
         self.transport = connect(url, run)
@@ -164,8 +168,10 @@ class ScriptedRun:
 
     def island(self, number: int, island: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a process that publishes one contribution, and is killed at that failpoint."""
-        argv = ("-m", "tests.chaos.test_crash_points", self.url, self.run, str(number), island)
-        return self.processes.python(*argv, **{VARIABLE: failpoint})
+        said, payload = answer(self.manifest, number, island)
+        (file := self.folder / "payload").write_bytes(payload)
+        argv = (self.url, self.run, json.dumps(asdict(said)), str(file))
+        return self.processes.python("-P", "-c", PUBLISH, *argv, **{VARIABLE: failpoint})
 
     def ended(self, process: subprocess.Popen[str]) -> int:
         """Wait for the end of a process while the islands stay alive. Return its exit status."""
@@ -347,14 +353,3 @@ def test_a_run_whose_processes_are_killed_gives_the_same_bits(
         check_stream(run, LOST_AFTER + 1, ROUNDS)
         found = outcome(run.transport)
     assert found == {**expected, "counters": with_a_retry(expected["counters"])}
-
-
-def main(url: str, run: str, number: str, island: str) -> None:
-    """Publish an island's contribution to a round."""
-    transport = connect(url, run)
-    transport.island.publish(*answer(transport.reader.manifest(), int(number), island))
-    transport.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
