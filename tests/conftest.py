@@ -86,6 +86,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look through what is loaded, because that takes long. Trainers ask for several."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     while _home_made_here:  # All workers have ended by now.
         shutil.rmtree(_home_made_here.pop(), ignore_errors=True)

@@ -237,17 +237,12 @@ def test_only_the_newest_parameters_are_kept(made: str) -> None:
     params = tree()
     older = weakref.ref(params["embedding"])
     with served(made), join(made, "own", params) as run:
-        gc.collect()
-        gc.freeze()  # what is there already takes long to look through
-        try:
-            for _ in range(12):
-                params = run.sync(trained(run.params))
-                gc.collect()
-                assert older() is None
-                older = weakref.ref(params["embedding"])
-                del params
-        finally:
-            gc.unfreeze()
+        for _ in range(12):
+            params = run.sync(trained(run.params))
+            gc.collect()
+            assert older() is None
+            older = weakref.ref(params["embedding"])
+            del params
 
 
 # -- how a session ends ---------------------------------------------------------------------------------------------
