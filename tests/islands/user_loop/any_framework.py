@@ -231,7 +231,7 @@ def served(url: str, run: str = "own", linger_seconds: float = 0.0) -> Iterator[
 
     def serve() -> None:
         while not stop.is_set():
-            merger.turn(0.01)
+            merger.turn(0.1)
 
     thread = threading.Thread(target=serve)
     thread.start()
