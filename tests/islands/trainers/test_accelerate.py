@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import archipelago
+from archipelago import SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.redis.transport import connect
 from tests import pytorch
@@ -42,7 +43,7 @@ def trained(local: Any, accelerator: Any, model: Any, optimizer: Any, data: Any)
 
 def test_one_import_makes_a_loop_an_island(url: str) -> None:
     accelerator, model, optimizer, data = prepared(gradient_accumulation_steps=2)
-    archipelago.pytorch.create(url, "own", model, steps=100, sync=archipelago.SyncConfig(interval=4))
+    archipelago.pytorch.create(url, "own", model, steps=100, sync=SyncConfig(interval=4, fragments=2))
     with served(url) as merger:
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=True) as local:
             epochs = 0
@@ -61,7 +62,7 @@ def test_prepared_schedules_follow_the_run(url: str) -> None:
     accelerator, model, optimizer, data = prepared()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 - step / 50)
     schedule, seen = accelerator.prepare(schedule), set()
-    archipelago.pytorch.create(url, "own", model, steps=50, sync=archipelago.SyncConfig(interval=4))
+    archipelago.pytorch.create(url, "own", model, steps=50, sync=SyncConfig(interval=4, fragments=2))
     local: Any = LocalSGD(accelerator, model)
     with served(url), local:
         while not local.finished:
@@ -89,7 +90,8 @@ def test_it_creates_a_run_if_it_knows_the_length(url: str, caplog: pytest.LogCap
             assert not local.finished, "64 steps of 100"
             trained(local, accelerator, model, optimizer, data)
             assert local.finished, "alone, it trains for as many steps as the run would have"
-    local = LocalSGD(accelerator, model, 12, steps=1000, final_seconds=0.1)
+    wire = WireConfig(up="float32", thin="", down="float32")
+    local = LocalSGD(accelerator, model, 12, steps=1000, final_seconds=0.1, wire=wire)
     with failing(BrokerError, "island.not-merged"), local:
         trained(local, accelerator, model, optimizer, data)
     assert "trainer.short" in {getattr(record, "code", "") for record in caplog.records}

@@ -68,7 +68,7 @@ def grpo(**given: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [sft, dpo, grpo])
 def test_a_trainer_of_trl_is_an_island(kind: Any, url: str) -> None:
-    sync = SyncConfig(interval=4, fragments=2)
+    sync = SyncConfig(interval=4, fragments=1)
     archipelago.pytorch.create(url, "own", llama(), steps=STEPS, sync=sync)
     callback = ArchipelagoCallback(url, "own", steps=STEPS, sync=sync)
     options = {"output_dir": "out", "report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False,
