@@ -28,6 +28,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests import tiers
 from tests.clusters import Cluster
 from tests.fake_server import answer_as_redis
+from tests.harness.forks import Forks, forking
 from tests.servers import hide_other_servers
 
 answer_as_redis()
@@ -145,6 +146,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[
     made = Cluster(tmp_path_factory.mktemp("cluster"), until)
     yield made
     made.end()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Scripts with PyTorch are forked from one process, which has loaded it and its trainers."""
+    with forking(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[1])) as ask:
+        yield ask
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from archipelago.islands.turn_log import STEP_VARIABLE
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import IslandView, RunView
 from tests.conftest import PATIENCE_SECONDS, gone
+from tests.harness.forks import Forked, Forks
 
 #: The settings of a small run of the corpus `small-text`.
 SETTINGS = [
@@ -66,6 +67,13 @@ class Processes:
                 stderr=said,
                 text=True,
             )
+        self.all.append(process)
+        return process
+
+    def fork(self, forks: Forks, *args: str, **environment: str) -> Any:
+        """Start a script as `python` does, from a process that has loaded what it needs."""
+        log = self.folder / f"process-{len(self.all)}.log"
+        process: Any = Forked(forks, log, {**PACE, **self.environment, **environment}, *args)
         self.all.append(process)
         return process
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,8 @@ from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import pytorch
 from tests.conftest import Until
-from tests.harness.processes import SAYS, Processes
+from tests.harness.forks import Forks
+from tests.harness.processes import UNPACED, Processes
 from tests.islands.user_loop.any_framework import Values, merged_by, served
 
 for package in ("torch", "transformers", "lightning", "accelerate"):
@@ -35,54 +33,7 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 SCRIPT = str(Path(__file__).with_name("trainer_scripts.py"))
 TRAINERS = ("transformers", "lightning", "accelerate")
 ENDLESS = 1_000_000
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-
-
-class Forks:
-    """A process that has loaded all trainers, and forks scripts (`trainer_scripts.forked`)."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **SAYS, **ENVIRONMENT},
-        )  # fmt: skip
-
-    def ask(self, *words: object) -> int:
-        """Return its answer to a line of these words."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(" ".join(map(str, words)) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def end(self) -> None:
-        self._process.communicate()
-
-
-class Forked:
-    """A script that was forked."""
-
-    def __init__(self, forks: Forks, log: Path, *arguments: str) -> None:
-        self.forks, self.log = forks, log
-        self.status: int | None = None
-        self.pid = forks.ask("start", log, *arguments)
-
-    def send(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def said(self) -> tuple[str, str]:
-        """Return what it has written to stdout and to stderr."""
-        return self.log.with_suffix(".out").read_text(), self.log.with_suffix(".err").read_text()
-
-    def wait(self) -> int:
-        """Wait until it has ended, and return its exit status."""
-        if self.status is None:
-            self.status = self.forks.ask("wait", self.pid)
-        return self.status
-
-    def ended(self) -> str:
-        """Wait until it has ended well, and return what it has printed."""
-        assert self.wait() == 0 and "Traceback" not in self.said()[1], self.said()
-        return self.said()[0]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]), **UNPACED}
 
 
 class Run:
@@ -90,7 +41,7 @@ class Run:
 
     def __init__(self, url: str, folder: Path, steps: int = ENDLESS) -> None:
         self.url, self.name, self.steps = url, f"kinds-{uuid.uuid4().hex[:8]}", steps
-        self.processes, self.forked = Processes(folder, **ENVIRONMENT), list[Forked]()
+        self.processes = Processes(folder, **ENVIRONMENT)
         archipelago.pytorch.create(url, self.name, Network(), steps=steps, sync=SYNC)
         self.reader = connect(url, self.name).reader
 
@@ -98,17 +49,14 @@ class Run:
         """Start a script as a user does."""
         return self.processes.python(SCRIPT, *self._arguments(kind))
 
-    def fork(self, forks: Forks, kind: str, island: str = "", variables: Sequence[str] = ()) -> Forked:
-        """Start a script, with variables of its environment, from a process that has loaded the trainers."""
-        log = self.processes.folder / f"forked-{len(self.forked)}"
-        self.forked.append(Forked(forks, log, *variables, *self._arguments(kind, island)))
-        return self.forked[-1]
+    def fork(self, forks: Forks, kind: str, island: str = "", **environment: str) -> Any:
+        return self.processes.fork(forks, SCRIPT, *self._arguments(kind, island), **environment)
 
-    def fork_two(self, forks: Forks, kind: str) -> list[Forked]:
+    def fork_two(self, forks: Forks, kind: str) -> list[Any]:
         """Start two processes of a script, as `torchrun` does."""
-        place = (f"MASTER_ADDR={LOOPBACK}", f"MASTER_PORT={free_port()}", f"TORCHELASTIC_RUN_ID={self.name}")
-        sizes = ("WORLD_SIZE=2", "LOCAL_WORLD_SIZE=2", *place)
-        return [self.fork(forks, kind, variables=(*sizes, f"RANK={n}", f"LOCAL_RANK={n}")) for n in range(2)]
+        place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": self.name}
+        sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **place}
+        return [self.fork(forks, kind, RANK=str(n), LOCAL_RANK=str(n), **sizes) for n in range(2)]
 
     def _arguments(self, kind: str, island: str = "") -> list[str]:
         return [kind, self.url, self.name, island or kind, str(self.steps)]
@@ -117,10 +65,6 @@ class Run:
         """End all scripts. pytest shows what they said beside a test that failed."""
         self.processes.end()
         self.processes.show()
-        for script in self.forked:
-            if script.status is None:
-                script.send(signal.SIGKILL)
-            sys.stdout.write(f"--- {script.log.name} (exit {script.wait()})\n{script.said()[1][-4000:]}\n")
 
     def live(self) -> dict[str, str]:
         """Return the islands that train now: the incarnation of each name."""
@@ -130,7 +74,7 @@ class Run:
     def shorten(self) -> None:
         """Let the run end soon."""
         heads = [head.step for head in self.reader.heads() if head is not None]
-        self.reader.steer({"inner.steps": str(max(heads) + 100)})
+        self.reader.steer({"inner.steps": str(max(heads) + 40)})
 
 
 @pytest.fixture
@@ -140,13 +84,6 @@ def run(server: RedisServer, tmp_path: Path) -> Iterator[Run]:
         yield made
     finally:
         made.end()
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    made = Forks()
-    yield made
-    made.end()
 
 
 def same(printed: str, merged: Values, key: str = "weights") -> bool:
@@ -165,13 +102,13 @@ def test_one_run_of_all_kinds_survives_a_kill_of_each(run: Run, forks: Forks, un
         alive = {kind: run.fork(forks, kind) for kind in kinds}
         until(lambda: set(run.live()) == kinds, "all islands to train")
         for kind in kinds:
-            alive[kind].send(signal.SIGKILL)
+            alive[kind].kill()
             before, merged = run.live()[kind], run.reader.counters().merged
             alive[kind] = run.fork(forks, kind)
             until(lambda merged=merged: run.reader.counters().merged > merged + 4, f"the run to go on without {kind}")
             until(lambda kind=kind, before=before: run.live().get(kind, before) != before, f"{kind} to train again")
         run.shorten()
-        printed = {kind: script.ended() for kind, script in alive.items()}
+        printed = {kind: run.processes.ended(script) for kind, script in alive.items()}
         values = merged_by(merger)
     assert all(same(each, values) for each in printed.values()), "all end with the run's parameters"
     counters = run.reader.counters()
@@ -189,7 +126,7 @@ def test_signals_and_exceptions_leave_as_in_a_script(run: Run, forks: Forks, unt
             merged = run.reader.counters().merged
             until(lambda merged=merged: run.reader.counters().merged > merged + 4, "their contributions")
             for script in started.values():
-                script.send(sent)
+                script.send_signal(sent)
             until(lambda: not run.live(), f"all islands to leave after {sent.name}")
             for script in started.values():
                 script.wait()
@@ -212,12 +149,12 @@ def test_two_processes_of_a_trainer_are_one_island(run: Run, forks: Forks, until
         until(lambda: run.reader.counters().merged > 4, "its contributions")
         assert set(run.live()) == {kind}
         run.shorten()
-        printed = "".join(each.ended() for each in started)
+        printed = "".join(map(run.processes.ended, started))
         values, split = merged_by(merger), merged_by(other)
     assert same(printed, values), "of DistributedDataParallel"
     assert same(printed, split, "split"), "of FSDP2"
     assert printed.count("weights") == 2
-    said = "".join(each.said()[1] for each in started)
+    said = "".join(map(run.processes.said, started))
     assert not re.findall(r"[^\r\n]\d\d:\d\d:\d\d archipelago", said), "lines go above bars"
     (beat,) = run.reader.presences()
     assert beat.heartbeat.tokens % 16 == 0

@@ -1,7 +1,7 @@
 """A script of each kind that trains one small model.
 
 The arguments are its kind, the URL, the run, the island and the steps. With the variables of `torchrun`, several
-processes are one island. Without arguments it loads all trainers, and forks a script for each line of stdin (`forked`).
+processes are one island.
 
 All kinds train the same tensors on the same data, so that they can share a run. A script ends by printing what its
 trainer knows, as JSON. Several processes then train the run `NAME-split` too, with a model that FSDP2 splits.
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from archipelago import SyncConfig
 
 SYNC = SyncConfig(interval=8, fragments=2)
 #: The end of the name of a run that FSDP2 trains, and its length.
-SPLIT, SPLIT_STEPS = "-split", 100
+SPLIT, SPLIT_STEPS = "-split", 48
 #: How long a script rests after each forward pass. Without it, scripts that train take all cores from other tests.
-REST_SECONDS = 0.02 if __name__ == "__main__" else 0.0
+REST_SECONDS = 0.05 if __name__ == "__main__" else 0.0
 TEACHER = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -209,30 +208,8 @@ def weights(model: Any, run: str) -> dict[str, float]:
 KINDS = {each.__name__: each for each in (transformers, lightning, accelerate, plain, broken)}
 
 
-def forked() -> list[str]:
-    """Load all trainers, fork a script for each line `start LOG VARIABLES ARGUMENTS`, and return its arguments there.
-
-    The answer to that line is the script's process id; that to a line `wait PROCESS` is its exit status, when it has
-    ended. Loading takes longer than all else that a short script does. A script goes on from here as if it had loaded
-    everything itself: it gets the signals, and ends as the interpreter does.
-    """
-    for package in ("transformers", "lightning", "accelerate"):
-        import_module(f"archipelago.{package}")
-    for verb, *words in map(str.split, sys.stdin):
-        if verb == "wait":
-            answer = os.waitstatus_to_exitcode(os.waitpid(int(words[0]), 0)[1])
-        elif not (answer := os.fork()):
-            log, *words = words
-            os.environ.update((name, value) for name, sign, value in (word.partition("=") for word in words) if sign)
-            for descriptor, path in enumerate((os.devnull, f"{log}.out", f"{log}.err")):
-                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-            return [word for word in words if "=" not in word]
-        print(answer, flush=True)  # noqa: T201
-    sys.exit()
-
-
 if __name__ == "__main__":
-    kind, url, run, island, steps = sys.argv[1:] or forked()
+    kind, url, run, island, steps = sys.argv[1:]
     torch.set_num_threads(1)
     found = KINDS[kind](url, run, island, int(steps))
     if processes() > 1:

@@ -1,0 +1,97 @@
+"""A process that has loaded all trainers, and forks scripts. A short script spends most of its time on loading.
+
+A script goes on there as if it had loaded everything itself: it gets the signals, and ends as the interpreter does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+LOADED = ("archipelago.transformers", "archipelago.lightning", "archipelago.accelerate", "transformers.trainer")
+#: Sends a line to that process, and returns its answer (`forked`).
+Forks = Callable[..., Any]
+
+
+@contextmanager
+def forking(**environment: str) -> Iterator[Forks]:
+    given = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment}
+    command, pipe = [sys.executable, "-P", __file__], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=given) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+
+        def ask(*about: object) -> Any:
+            asked.write(json.dumps(about) + "\n")
+            return json.loads(answers.readline())
+
+        yield ask
+
+
+class Forked:
+    """A script that was forked, with what tests use of `subprocess.Popen`. What it writes to stderr goes to `log`."""
+
+    stdout = None
+    returncode: int | None = None
+
+    def __init__(self, forks: Forks, log: Path, environment: dict[str, str], *args: str) -> None:
+        self._forks, self._out, self.args = forks, log.with_suffix(".out"), args
+        self.pid = forks("start", [str(self._out), str(log)], environment, args)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forks("wait", self.pid, options)
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """Wait until it has ended, and return what it has printed. The limit is that of the test."""
+        self.wait()
+        return self._out.read_text(), None
+
+
+def forked() -> list[str]:
+    """Load the trainers, fork a script for each line `["start", LOGS, ENVIRONMENT, ARGS]`, and return ARGS there.
+
+    The answer is the script's process id; that to `["wait", PROCESS, OPTIONS]` is its exit status, null while it runs.
+    """
+    for package in LOADED:
+        import_module(package)
+    gc.collect()
+    gc.freeze()  # scripts collect their garbage more quickly, and leave these objects in the memory that they share
+    for verb, *about in map(json.loads, sys.stdin):
+        if verb == "wait":
+            ended, status = os.waitpid(*about)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+        elif not (answer := os.fork()):
+            logs, environment, args = about
+            os.environ.update(environment)
+            os.chdir(Path(logs[0]).parent)
+            for descriptor, path in enumerate((os.devnull, *logs)):
+                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+            return args  # type: ignore[no-any-return]
+        print(json.dumps(answer), flush=True)  # noqa: T201
+    sys.exit()
+
+
+if __name__ == "__main__":
+    sys.argv[:] = forked()
+    runpy.run_path(sys.argv[0], run_name="__main__")
