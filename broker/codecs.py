@@ -302,8 +302,7 @@ def _quantise_top(values_N: Array, xp: Any) -> Parts:
 def _largest(blocks: Array, count: int, xp: Any) -> Array:
     """Return the indices of the `count` largest magnitudes of each row, ascending. Earlier indices win ties.
 
-    XLA sorts whole rows, twice. It compiles that in a third of the time that a search for the smallest kept magnitude
-    takes, and runs it as fast.
+    XLA sorts rows twice, which it compiles in a third of the time of a search for the smallest kept magnitude.
     """
     magnitudes, width = _magnitudes(blocks), blocks.shape[1]
     ordered = np.partition(magnitudes, -count, axis=1) if xp is np else xp.sort(magnitudes, axis=1)
