@@ -87,11 +87,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest tests, so that no worker is left with one at the end, while the others wait."""
-    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
-
-
 def pytest_collection_finish() -> None:
     """Let no collection of garbage look through what is loaded, because that takes long. Trainers ask for several."""
     gc.collect()

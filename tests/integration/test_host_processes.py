@@ -21,7 +21,6 @@ RUN = "hosts"
 FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-@pytest.mark.longest
 def test_two_hosts_train_lose_each_other_and_come_back_together(
     processes: Processes, server: RedisServer, until: Until
 ) -> None:

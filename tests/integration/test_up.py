@@ -106,7 +106,6 @@ class Phoenix(UpRun):
             return 0
 
 
-@pytest.mark.longest
 def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its_checkpoints(
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:

@@ -49,7 +49,6 @@ def test_all_verbs_are_measured() -> None:
     assert isinstance(group, VerbGroup) and SMALLEST.keys() | ELSEWHERE == group.verbs.keys()
 
 
-@pytest.mark.longest
 def test_what_an_island_costs_is_measured(tmp_path: Path) -> None:
     found = measured("accelerator", tmp_path)
     assert all(row["ours"] > 0 for row in found["rows"] if "to int4" in row["what"])
