@@ -29,6 +29,7 @@ from tests import tiers
 from tests.clusters import Cluster
 from tests.fake_server import answer_as_redis
 from tests.harness.forks import Forks, forking
+from tests.pytorch import installed
 from tests.servers import hide_other_servers
 
 answer_as_redis()
@@ -151,6 +152,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Scripts with PyTorch are forked from one process, which has loaded it and its trainers."""
+    for package in ("transformers", "lightning", "accelerate"):
+        installed(package)
     with forking(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[1])) as ask:
         yield ask
 

@@ -160,7 +160,7 @@ def test_redis_stays_small_without_a_merger_and_when_it_is_full_nothing_is_lost(
     bounded.merged_by(Absent())
     bounded.train(100)
     used, sent = bounded.used, bounded.sent
-    bounded.train(150)
+    bounded.train(500)
     assert bounded.used - used < SLACK
     assert bounded.used < LIMIT // 4
     assert bounded.sent == sent, "more than the window was sent"
@@ -185,7 +185,7 @@ def test_redis_stays_small_without_a_merger_and_when_it_is_full_nothing_is_lost(
     assert bounded.sent > sent + 10
     assert not any(island.link.pumps.trouble for island in bounded.run.islands.values())
     steps = max(m.steps for e in bounded.transport.reader.tape(48) for m in e.members)
-    assert steps > 200, "the interval did not stretch"
+    assert steps > 500, "the interval did not stretch"
     assert bounded.used - used < SLACK
     bounded.merged_by(Absent())
     bounded.train(40)

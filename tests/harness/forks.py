@@ -25,6 +25,7 @@ Forks = Callable[..., Any]
 
 @contextmanager
 def forking(**environment: str) -> Iterator[Forks]:
+    """Start that process with these variables. It ends once all scripts have been waited for, and this context ends."""
     given = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment}
     command, pipe = [sys.executable, "-P", __file__], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=given) as process:
