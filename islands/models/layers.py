@@ -36,7 +36,6 @@ GAIN = 0.5
 POSITIONS = 128
 
 log = logging.getLogger(__name__)
-_normal = jax.jit(lambda key, deviation, size: jax.random.normal(key, (size,)) * deviation, static_argnums=2)
 
 
 class Penalty(nnx.Variable[jax.Array]):
@@ -72,6 +71,9 @@ def linear(fan_in: int, fan_out: int, gain: float, dtype: DTypeLike, rngs: nnx.R
     """A projection without bias. Its weights are normal with standard deviation gain / √fan_in."""
     init = partial(normal, gain / math.sqrt(fan_in))
     return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
+
+
+_normal = jax.jit(lambda key, deviation, size: jax.random.normal(key, (size,)) * deviation, static_argnums=2)
 
 
 def normal(deviation: float, key: jax.Array, shape: Sequence[int], *_: object) -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.config import BYTES, ModelConfig, RunConfig
+from archipelago.broker.config import BYTES, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.messages import Snapshot
@@ -19,7 +19,7 @@ from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.inner import require_divisible
-from archipelago.islands.models.interface import Params
+from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
@@ -52,7 +52,7 @@ def our_task(config: RunConfig, corpus: OpenCorpus) -> OurTask:
     kinds = {tensor.name: tensor.kind for tensor in model.tensors}
     task = Task(
         init=model.init,
-        loss=_loss_of(config.model),
+        loss=_loss_of(model),
         batches=batches,
         evaluate=CorpusEvaluation(config, corpus),
         kinds=kinds.__getitem__,
@@ -68,11 +68,8 @@ def our_work(config: RunConfig, corpus: OpenCorpus) -> Workload:
 
 
 @cache
-def _loss_of(config: ModelConfig) -> Callable[[Params, jax.Array], Any]:
-    """Return the loss of a model, and its penalty if there is one. Equal settings give the same function."""
-    from archipelago.islands.models.registry import build
-
-    model = build(config)
+def _loss_of(model: Model) -> Callable[[Params, jax.Array], Any]:
+    """Return the loss of a model, and its penalty if there is one. One model gives the same function each time."""
     found = model.loss_and_penalty or model.loss
     return lambda params, tokens_BxT1: found(params, tokens_BxT1.astype(jnp.int32))
 
