@@ -11,7 +11,7 @@ WORKERS := auto
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 ARGS ?=
 # uv installs in a fifth of the time that pip takes. It does not read pip's settings, such as another index: then pip does it.
-# Python compiles a file when it is first imported: of all files that are installed, a third are.
+# Nothing is compiled beforehand: Python compiles a file when it is first imported, and two thirds of the files never are.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 install = { $(BIN)/uv pip install --quiet --python $(BIN)/python $(1) 2> /dev/null || $(PIP) $(1); }
 # Python keeps what it compiles, whatever the environment says. Without it, each process of a test compiles all sources again.
