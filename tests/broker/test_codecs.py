@@ -31,6 +31,8 @@ from archipelago.broker.errors import WireError
 from tests import samples
 from tests.failing import failing
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 #: Any bit patterns, including subnormals, infinities and all kinds of NaN.
 BITS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda bits: np.array(bits, np.uint32).view(np.float32))
 #: Values halfway between two neighbours in bfloat16.

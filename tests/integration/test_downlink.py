@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import WireConfig
@@ -23,6 +24,8 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.harness.merger_run import compact_now
 from tests.integration.virtual import ENDLESS, LateRun, closed, work
+
+pytestmark = pytest.mark.usefixtures("optimised")
 
 DIFFERENCES = ["int8", "int4"]
 CONFIG = replace(ENDLESS, wire=WireConfig(up="int4", down="int4", zstd_level=0))

@@ -21,6 +21,8 @@ from archipelago.islands.models.registry import Params
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests.integration.virtual import CONFIG, PLAIN, TEXT, LateRun, bits, closed, work
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 STEPS = CONFIG.inner.steps
 #: The codecs of the quick tier: an exact one and a lossy one.
 QUICK = {"float32", "int4"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +24,8 @@ TOKENS_nxBxT1 = np.random.default_rng(3).integers(0, 256, (2, 12, 97), np.uint8)
 @pytest.mark.full
 def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> None:
     state, inputs = begin(InnerConfig(), mini.params_of(TINY)), (jnp.asarray(TOKENS_nxBxT1), jnp.int32(0), jnp.int32(9))
-    compiled = {
-        parts: mini.jitted(compile_steps(TINY, InnerConfig(micro_batches=parts))).lower(state, *inputs).compile()
+    compiled: dict[int, Any] = {
+        parts: jax.jit(compile_steps(TINY, InnerConfig(micro_batches=parts))).lower(state, *inputs).compile()
         for parts in (1, 6)
     }
     temporary = {parts: program.memory_analysis().temp_size_in_bytes for parts, program in compiled.items()}

@@ -11,6 +11,8 @@ import pytest
 from archipelago.merger.accelerator import Accelerator
 from archipelago.merger.spectra import Matrix, Power, Spectra
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 #: A shape that is worth a compiled program.
 LARGE = (300, 1500)
 

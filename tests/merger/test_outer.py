@@ -25,6 +25,8 @@ from archipelago.merger import merge_rules
 from archipelago.merger.outer import OUTER, OuterOptimizer, Round, build, named, of_named
 from archipelago.merger.weights import groups
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 Vector = NDArray[np.float32]
 RULES = ["scheduled", "nesterov", "sgd"]
 SGD_OF_RATE_ONE = build(OuterConfig(rule="sgd", learning_rate=1.0))

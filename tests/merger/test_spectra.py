@@ -38,6 +38,8 @@ from archipelago.merger.weights import Group, cycle_work, spectra_bytes
 from archipelago.merger.xla_spectra import compared, has_same_bits, on_device
 from tests.tiers import examples
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPONENTS = (0.0, 0.5)
 #: The largest error of a singular value from FLOOR on, as a share of the largest result. That of 28,000 random matrices

@@ -30,6 +30,7 @@ from archipelago.islands.sync.replica import Replica
 from archipelago.islands.team.computing import follow
 from archipelago.islands.team.protocol import Said, Team, Work
 from archipelago.islands.worker import Island
+from tests.conftest import optimising
 from tests.failing import failing
 from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest, on_mesh
 from tests.islands.models import mini
@@ -67,6 +68,7 @@ def vector(of: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("codec", ["int4", pytest.param("top3", marks=pytest.mark.full)])
+@optimising()
 def test_pieces_give_the_bytes_of_one_device(codec: str) -> None:
     of, places, rng = tree_run(codec), templates(), np.random.default_rng(0)
     first_N: Vector = rng.standard_normal(of.sizes[0]).astype(np.float32)
@@ -219,12 +221,12 @@ def test_our_models_train_on_a_mesh() -> None:
     inner = InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)
     of = Manifest("m", RunConfig(), model.tensors, (tuple(t.name for t in model.tensors),), Corpus("t", "", 0), {})
     batch = np.random.default_rng(0).integers(0, 10, (3, 8, 17), np.uint8)
-    alone, clock = mini.jitted(compile_steps(model, inner)), (np.int32(0), np.int32(inner.steps))
+    alone, clock = jax.jit(compile_steps(model, inner)), (np.int32(0), np.int32(inner.steps))
     _, alone_n = alone(begin(inner, model.init(0)), batch, *clock)
     placement = placement_of(COLUMNS, of, 8, jax.local_devices())
     assert placement is not None
     state = placement.begin(lambda params: begin(inner, params), placement.place(model.init(0)))
-    steps = mini.jitted(placement.steps(compile_steps(model, inner)))
+    steps = jax.jit(placement.steps(compile_steps(model, inner)))
     after, together_n = steps(state, placement.place_batches(batch), *clock)
     np.testing.assert_allclose(np.asarray(together_n), np.asarray(alone_n), rtol=2e-3)
     split = {name for name, x in after.params.items() if not x.sharding.is_fully_replicated}

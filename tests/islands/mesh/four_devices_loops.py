@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from archipelago.islands.sync.replica import Replica
+from tests.conftest import optimising
 from tests.islands.user_loop.any_framework import Values
 from tests.islands.user_loop.own_runs import OwnRun, trained
 
@@ -70,6 +71,7 @@ def test_a_snapshot_arrives_on_the_default_device_of_the_loop() -> None:
 
 
 @pytest.mark.full
+@optimising()
 def test_any_sharding_comes_back_and_gives_the_bits_of_one_device() -> None:
     for dtype, spread in (
         (jnp.float32, mixed(jnp.float32)),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +20,10 @@ from archipelago.islands.sync.evaluator import Measures, mean_of
 SIZE = Size(width=16, layers=1, heads=2, hidden=24)
 
 
-def jitted(function: Callable[..., Any], **options: Any) -> Any:
-    """Return `jax.jit` of the function without XLA's optimisations, which take half of the time of a compilation."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
-
-
 @cache
 def compiled(made: Model) -> Model:
     """Return the model with a compiled loss and compiled logits. Another program cannot call these."""
-    return made._replace(loss=jitted(made.loss), logits=jitted(made.logits))
+    return made._replace(loss=jax.jit(made.loss), logits=jax.jit(made.logits))
 
 
 @cache

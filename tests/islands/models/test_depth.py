@@ -42,7 +42,7 @@ def test_the_passage_through_layers_changes_no_name_and_no_gradient(kind: str, d
         (value, _), slopes = jax.value_and_grad(model.objective, has_aux=True)(params, jnp.asarray(TOKENS, jnp.int32))
         return value, slopes
 
-    compiled = mini.jitted(objective, static_argnums=0)
+    compiled = jax.jit(objective, static_argnums=0)
     (expected, slopes), (found, others) = compiled(plain, params), compiled(other, params)
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
     for name, slope in slopes.items():

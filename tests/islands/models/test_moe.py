@@ -27,7 +27,7 @@ def params() -> Params:
 
 
 #: Compiles once for each number of choices and slots.
-routed = mini.jitted(route, static_argnums=(1, 2))
+routed = jax.jit(route, static_argnums=(1, 2))
 
 
 def logits(*rows: tuple[float, ...]) -> jax.Array:
@@ -101,14 +101,14 @@ def test_training_minimises_the_penalty_and_does_not_report_it(params: Params) -
     made, free = mini.experts(Routing(4, 2)), mini.experts(Routing(4, 2, balance=0.0, router_z=0.0))
     seen = mini.tokens(4, 17)
     slope = jax.value_and_grad(made.objective, has_aux=True)
-    (objective, reported), slopes = mini.jitted(slope)(params, seen)
-    free_slopes = mini.jitted(jax.grad(free.loss))(params, seen)
+    (objective, reported), slopes = jax.jit(slope)(params, seen)
+    free_slopes = jax.jit(jax.grad(free.loss))(params, seen)
     loss, free_loss = (float(mini.compiled(each).loss(params, seen)) for each in (made, free))
     assert float(reported) == pytest.approx(loss, rel=1e-6)
     assert loss == free_loss
     # About 0.01 · 1 from a router that is nearly even, and at least 0.001 · (ln 4)².
     assert 0.01 < float(objective) - float(reported) < 0.03
-    assert float(mini.jitted(free.objective)(params, seen)[0]) == pytest.approx(free_loss)
+    assert float(jax.jit(free.objective)(params, seen)[0]) == pytest.approx(free_loss)
     router = "layers.0.mlp.router.kernel"
     assert float(jnp.abs(slopes[router] - free_slopes[router]).max()) > 1e-5
     assert {tensor.name for tensor in made.tensors} == set(slopes)

@@ -26,7 +26,7 @@ torch = pytorch.required()
 from archipelago.islands.pytorch.host import CopyStream  # noqa: E402 - it imports torch
 from archipelago.islands.pytorch.replica import TorchReplica  # noqa: E402
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("optimised")]
 
 # Neither these numbers nor their differences are subnormal, because XLA on a CPU counts subnormals as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-40, 2.0**40, width=32), st.sampled_from([1.0, -1.0]))

@@ -26,6 +26,8 @@ from archipelago.islands.team.computing import TeamReplica
 from tests import samples
 from tests.tiers import examples
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 # Neither these numbers nor their differences are subnormal, because subnormals count as zero.
 ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-40, 2.0**40, width=32), st.sampled_from([1.0, -1.0]))
 SIZES = (4, 9)
