@@ -29,7 +29,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests import tiers
 from tests.clusters import Cluster
 from tests.fake_server import answer_as_redis
-from tests.harness.forks import Forks, forking
+from tests.harness.forks import COMMANDS, TRAINERS, Forks, forking
 from tests.pytorch import installed
 from tests.servers import hide_other_servers
 
@@ -158,7 +158,14 @@ def forks() -> Iterator[Forks]:
     """Scripts with PyTorch are forked from one process, which has loaded it and its trainers."""
     for package in ("transformers", "lightning", "accelerate"):
         installed(package)
-    with forking(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[1])) as ask:
+    with forking(*TRAINERS, OMP_NUM_THREADS="1") as ask:
+        yield ask
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Forks]:
+    """Commands of `archipelago` are forked from one process, which has loaded JAX."""
+    with forking(*COMMANDS, OPENBLAS_NUM_THREADS="1") as ask:
         yield ask
 
 

@@ -36,6 +36,7 @@ from archipelago.merger.state import FragmentState
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.conftest import Until
+from tests.harness.forks import Forks
 from tests.harness.processes import Processes
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -143,10 +144,10 @@ def _timeless(entry: TapeEntry) -> TapeEntry:
 class ScriptedRun:
     """One run at `url`. `folder` holds the mergers' folder and the logs."""
 
-    def __init__(self, url: str, run: str, folder: Path, until: Until) -> None:
+    def __init__(self, url: str, run: str, folder: Path, until: Until, commands: Forks) -> None:
         self.url, self.run, self.folder, self.until = url, run, folder, until
         folder.mkdir(parents=True, exist_ok=True)
-        self.processes = Processes(folder)
+        self.processes = Processes(folder, commands=commands)
         self.said = self.processes.said
         self.manifest = manifest(run)
         self.transport = connect(url, run)
@@ -163,8 +164,7 @@ class ScriptedRun:
     def merger(self, *options: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a merger, which is killed at that failpoint."""
         where = ["--run", self.run, "--folder", str(self.folder / "merger"), "--lease-seconds", "0.5"]
-        argv = ("-m", "archipelago", "merger", self.url)
-        return self.processes.python(*argv, *where, *options, **{VARIABLE: failpoint})
+        return self.processes.start("merger", self.url, *where, *options, **{VARIABLE: failpoint})
 
     def island(self, number: int, island: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a process that publishes one contribution, and is killed at that failpoint."""
@@ -298,7 +298,7 @@ def with_a_retry(counters: dict[str, int]) -> dict[str, int]:
 
 
 def test_a_run_whose_processes_are_killed_gives_the_same_bits(
-    server: RedisServer, tmp_path: Path, until: Until
+    server: RedisServer, tmp_path: Path, until: Until, commands: Forks
 ) -> None:
     @contextmanager
     def scripted(name: str) -> Iterator[ScriptedRun]:
@@ -306,7 +306,7 @@ def test_a_run_whose_processes_are_killed_gives_the_same_bits(
         url = server.url.removesuffix("/0") + "/1"
         with redis.Redis.from_url(url) as client:
             client.flushdb()
-        made = ScriptedRun(url, RUN, tmp_path / name, until)
+        made = ScriptedRun(url, RUN, tmp_path / name, until, commands)
         try:
             yield made
         finally:

@@ -1,6 +1,6 @@
-"""A process that has loaded all trainers, and forks scripts. A short script spends most of its time on loading.
+"""A process that has loaded JAX or PyTorch, and forks commands and scripts. Short ones spend most time on loading.
 
-A script goes on there as if it had loaded everything itself: it gets the signals, and ends as the interpreter does.
+One goes on there as if it had loaded everything itself: it gets the signals, and ends as the interpreter does.
 """
 
 from __future__ import annotations
@@ -12,22 +12,36 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, reload
 from pathlib import Path
 from typing import Any
 
-LOADED = ("archipelago.transformers", "archipelago.lightning", "archipelago.accelerate", "transformers.trainer")
+from archipelago.broker import failpoints
+
+#: What each kind of these processes has loaded.
+TRAINERS = ("archipelago.transformers", "archipelago.lightning", "archipelago.accelerate", "transformers.trainer")
+COMMANDS = (
+    "archipelago.ops.launch.up",
+    "archipelago.islands.prepared",
+    "archipelago.islands.models.registry",
+    "archipelago.merger.main",
+    "archipelago.merger.service",
+    "archipelago.merger.shards",
+    "archipelago.merger.xla_spectra",
+    "orbax.checkpoint",
+)
 #: Sends a line to that process, and returns its answer (`forked`).
 Forks = Callable[..., Any]
 
 
 @contextmanager
-def forking(**environment: str) -> Iterator[Forks]:
-    """Start that process with these variables. It ends once all scripts have been waited for, and this context ends."""
-    given = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment}
-    command, pipe = [sys.executable, "-P", __file__], subprocess.PIPE
+def forking(*modules: str, **environment: str) -> Iterator[Forks]:
+    """Start a process that loads these modules, with these variables. It ends once all that it forked is waited for."""
+    root = str(Path(__file__).parents[2])
+    given = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": root, **environment}
+    command, pipe = [sys.executable, "-P", __file__, *modules], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=given) as process:
         assert process.stdin is not None and process.stdout is not None
         asked, answers = process.stdin, process.stdout
@@ -40,17 +54,22 @@ def forking(**environment: str) -> Iterator[Forks]:
 
 
 class Forked:
-    """A script that was forked, with what tests use of `subprocess.Popen`. What it writes to stderr goes to `log`."""
+    """A process that was forked, with what tests use of `subprocess.Popen`. What it writes to stderr goes to `log`."""
 
     stdout = None
     returncode: int | None = None
 
     def __init__(self, forks: Forks, log: Path, environment: dict[str, str], *args: str) -> None:
         self._forks, self._out, self.args = forks, log.with_suffix(".out"), args
+        log.touch()
         self.pid = forks("start", [str(self._out), str(log)], environment, args)
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -69,22 +88,24 @@ class Forked:
         return self._out.read_text(), None
 
 
-def forked() -> list[str]:
-    """Load the trainers, fork a script for each line `["start", LOGS, ENVIRONMENT, ARGS]`, and return ARGS there.
+def forked(modules: Sequence[str]) -> list[str]:
+    """Load the modules, fork a process for each line `["start", LOGS, ENVIRONMENT, ARGS]`, and return ARGS there.
 
-    The answer is the script's process id; that to `["wait", PROCESS, OPTIONS]` is its exit status, null while it runs.
+    The answer is its process id; that to `["wait", PROCESS, OPTIONS]` is its exit status, null while it runs.
     """
-    for package in LOADED:
-        import_module(package)
+    for module in modules:
+        import_module(module)
     gc.collect()
-    gc.freeze()  # scripts collect their garbage more quickly, and leave these objects in the memory that they share
+    gc.freeze()  # processes collect their garbage more quickly, and leave these objects in the memory that they share
     for verb, *about in map(json.loads, sys.stdin):
         if verb == "wait":
             ended, status = os.waitpid(*about)
             answer = os.waitstatus_to_exitcode(status) if ended else None
         elif not (answer := os.fork()):
             logs, environment, args = about
+            os.environ.clear()
             os.environ.update(environment)
+            reload(failpoints)  # it reads the environment when it is loaded
             os.chdir(Path(logs[0]).parent)
             for descriptor, path in enumerate((os.devnull, *logs)):
                 os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
@@ -94,5 +115,9 @@ def forked() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.argv[:] = forked()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv[:] = forked(sys.argv[1:])
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -44,16 +44,20 @@ class Processes:
     Args:
         folder: The working directory of the commands. What they write to stderr is kept there.
         prefix: A program whose arguments the commands are, such as one that enters a container.
+        commands: Forks commands from a process that has loaded JAX; None starts each as a user does.
         environment: Environment variables of all commands.
     """
 
-    def __init__(self, folder: Path, *prefix: str, **environment: str) -> None:
-        self.folder, self.prefix, self.environment = folder, prefix, environment
+    def __init__(self, folder: Path, *prefix: str, commands: Forks | None = None, **environment: str) -> None:
+        self.folder, self.prefix, self.commands, self.environment = folder, prefix, commands, environment
         self.all: list[subprocess.Popen[str]] = []
 
     def start(self, verb: str, *args: str, **environment: str) -> subprocess.Popen[str]:
         """Start `archipelago` with these arguments."""
-        return self.python("-P", "-m", "archipelago", verb, *args, **environment)
+        if self.commands is None or any(name.startswith("JAX_") for name in environment):  # JAX reads them when loaded
+            return self.python("-P", "-m", "archipelago", verb, *args, **environment)
+        forked: subprocess.Popen[str] = self.fork(self.commands, "-m", "archipelago", verb, *args, **environment)
+        return forked
 
     def python(self, *args: str, **environment: str) -> subprocess.Popen[str]:
         """Start Python with these arguments. Islands rest after each step, so that they leave time to others."""
@@ -71,9 +75,9 @@ class Processes:
         return process
 
     def fork(self, forks: Forks, *args: str, **environment: str) -> Any:
-        """Start a script as `python` does, from a process that has loaded what it needs."""
+        """Start Python with these arguments as `python` does, from a process that has loaded what it needs."""
         log = self.folder / f"process-{len(self.all)}.log"
-        process: Any = Forked(forks, log, {**PACE, **self.environment, **environment}, *args)
+        process: Any = Forked(forks, log, {**os.environ, **SAYS, **PACE, **self.environment, **environment}, *args)
         self.all.append(process)
         return process
 

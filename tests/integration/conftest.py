@@ -13,6 +13,7 @@ from archipelago.islands.data.preparation import prepare_text
 from tests.certificates import Certificates, make_certificates
 from tests.clusters import PATIENT_MS, Cluster, Tls, Watched
 from tests.conftest import Until
+from tests.harness.forks import Forks
 from tests.harness.processes import Processes
 from tests.servers import redis_program
 
@@ -70,8 +71,8 @@ def tls_watched(tls: Tls, tmp_path_factory: pytest.TempPathFactory, until: Until
 
 
 @pytest.fixture
-def processes(tmp_path: Path, corpus: OpenCorpus) -> Iterator[Processes]:
-    started = Processes(tmp_path)
+def processes(tmp_path: Path, corpus: OpenCorpus, commands: Forks) -> Iterator[Processes]:
+    started = Processes(tmp_path, commands=commands)
     yield started
     started.end()
     started.show()

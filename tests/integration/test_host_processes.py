@@ -17,8 +17,8 @@ from tests.harness.processes import SETTINGS, Processes, view
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 RUN = "hosts"
-#: Two devices in each process. JAX keeps no program of the second process; without optimisations it compiles faster.
-FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+#: Two devices in each process.
+FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
 def test_two_hosts_train_lose_each_other_and_come_back_together(
@@ -26,7 +26,7 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
 ) -> None:
     """A host that is killed ends the other one. Their state comes from their checkpoint."""
     url = server.url
-    processes.environment |= {"ARCHIPELAGO_URL": url, "ARCHIPELAGO_RUN": RUN, "JAX_PLATFORMS": "cpu"}
+    processes.environment |= {"ARCHIPELAGO_URL": url, "ARCHIPELAGO_RUN": RUN}
     processes.ended(processes.start("init", f"--run={RUN}", "--inner.steps=100000", *SETTINGS))
     processes.start("merger", "--checkpoint-every=2")
     place = ["--name=two", f"--coordinator=127.0.0.1:{free_port()}", "--hosts=2", "--wait-seconds=300"]

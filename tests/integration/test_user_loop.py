@@ -18,6 +18,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.weights.export import find
 from tests import pytorch
 from tests.conftest import Until
+from tests.harness.forks import Forks
 from tests.harness.processes import SETTINGS, Processes
 from tests.islands.user_loop.any_framework import served
 from tests.servers import empty_database
@@ -44,8 +45,8 @@ def test_the_guide_shows_the_scripts_as_they_are_and_names_all_examples() -> Non
 class Scripts(Processes):
     """Scripts on one Redis, whose run is called `mine` unless the test says otherwise."""
 
-    def __init__(self, url: str, folder: Path) -> None:
-        super().__init__(folder, ARCHIPELAGO_URL=url, JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1")
+    def __init__(self, url: str, folder: Path, commands: Forks) -> None:
+        super().__init__(folder, commands=commands, ARCHIPELAGO_URL=url, OMP_NUM_THREADS="1")
         self.url = url
 
     def beat(self, island: str, run: str = "mine") -> Heartbeat | None:
@@ -69,9 +70,9 @@ class Scripts(Processes):
 
 
 @pytest.fixture
-def scripts(server: RedisServer, tmp_path: Path) -> Iterator[Scripts]:
+def scripts(server: RedisServer, tmp_path: Path, commands: Forks) -> Iterator[Scripts]:
     with empty_database(server, 12) as url:
-        started = Scripts(url, tmp_path)
+        started = Scripts(url, tmp_path, commands)
         yield started
         started.end()
         started.show()
@@ -120,12 +121,14 @@ EXAMPLES_THAT_TRAIN = [
 def test_an_example_trains_to_the_end_of_its_run(
     example: Example, scripts: Scripts, until: Until, request: pytest.FixtureRequest
 ) -> None:
-    """One that fine-tunes sends adapters only. Those with a trainer are forked."""
+    """One that fine-tunes sends adapters only. Those in JAX or with a trainer are forked."""
     for package in example.packages:
         pytorch.installed(package)
     words = [*example.launcher, str(EXAMPLES / example.name), "oslo"]
     if {"transformers", "lightning", "accelerate"} & set(example.packages):
         island = scripts.fork(request.getfixturevalue("forks"), *words, **PACE)
+    elif "torch" not in example.packages:
+        island = scripts.fork(request.getfixturevalue("commands"), *words, **PACE)
     else:
         island = scripts.python(*words, **PACE)
     until(lambda: scripts.beat("oslo") or island.poll() is not None, "the island to join")
@@ -168,14 +171,14 @@ def test_a_llama_generates_text_beside_a_run(scripts: Scripts, corpus_folder: Pa
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_llama_in_pytorch_and_our_island_in_jax_train_one_run(
-    scripts: Scripts, corpus_folder: Path, until: Until
+    scripts: Scripts, corpus_folder: Path, until: Until, forks: Forks
 ) -> None:
     """A Llama of transformers trains `tiny` beside our island."""
     pytorch.installed("transformers")
     scripts.environment["ARCHIPELAGO_DATA"] = str(corpus_folder)
     scripts.ended(scripts.start("init", "--run", "demo", "--inner.steps=1000000", *SETTINGS))
     scripts.start("merger", "--run", "demo")
-    in_torch = scripts.python(str(EXAMPLES / "train_llama.py"), "torch")
+    in_torch = scripts.fork(forks, str(EXAMPLES / "train_llama.py"), "torch")
     until(lambda: in_torch.poll() is not None or scripts.has_sent("torch", "demo"), "contributions from PyTorch")
     assert in_torch.poll() is None, scripts.said(in_torch)
     # The newcomer's only peer has the state of an optimiser of PyTorch, with which it can do nothing.

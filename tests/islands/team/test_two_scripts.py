@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,8 @@ from archipelago.broker.machine import free_port
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import start_server
 from tests.conftest import Until
+from tests.harness.forks import Forks
+from tests.harness.processes import Processes
 from tests.islands.team.two_scripts import KINDS, STEPS, batch_of, first_state, step, values
 from tests.islands.user_loop.any_framework import merged_by, served
 
@@ -34,39 +33,24 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 STEP_SECONDS = 0.04
 #: While the two join, which takes long on a loaded machine, its steps are so slow that the run does not end.
 JOIN_SECONDS = 0.5
-ROOT = Path(__file__).parents[3]
 
 
-@dataclass(frozen=True)
-class TwoProcesses:
-    """Two processes of a script with two devices each, which XLA makes of one processor, and where each writes."""
+class TwoScripts(Processes):
+    """Two processes of a script with two devices each, which XLA makes of one processor."""
 
-    processes: list[subprocess.Popen[bytes]]
-    logs: list[Path]
+    close = Processes.end
+
+    def __init__(self, folder: Path, url: str, commands: Forks) -> None:
+        port, flags = str(free_port()), os.environ.get("XLA_FLAGS", "")
+        super().__init__(folder, XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count=2")
+        for rank in ("0", "1"):
+            self.fork(commands, "-m", "tests.islands.team.two_scripts", rank, port, str(folder), url)
 
     def have_ended(self) -> bool:
-        return any(process.poll() is not None for process in self.processes)
+        return any(process.poll() is not None for process in self.all)
 
-    def said(self) -> str:
-        return "\n".join(log.read_text()[-6000:] for log in self.logs)
-
-
-@contextmanager
-def two_processes(folder: Path, url: str) -> Iterator[TwoProcesses]:
-    """Start the script twice. Kill both at the end."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    port, logs = str(free_port()), [folder / f"{rank}.log" for rank in (0, 1)]
-    processes: list[subprocess.Popen[bytes]] = []
-    with ExitStack() as stack:
-        for rank, log in enumerate(logs):
-            said = stack.enter_context(log.open("w"))
-            command = [sys.executable, "-m", "tests.islands.team.two_scripts", str(rank), port, str(folder), url]
-            process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=said, stderr=said)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append(process)
-        yield TwoProcesses(processes, logs)
+    def all_said(self) -> str:
+        return "\n".join(self.said(process)[-6000:] for process in self.all)
 
 
 class Alone:
@@ -99,12 +83,12 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, Any]:
+def played(tmp_path_factory: pytest.TempPathFactory, until: Until, commands: Forks) -> dict[str, Any]:
     """Run all scenarios in two processes, and merge their runs. Return what each process found in each."""
     folder, out = tmp_path_factory.mktemp("scripts"), dict[str, Any]()
     with (
         start_server(folder / "redis") as server,
-        two_processes(folder, server.url) as both,
+        closing(TwoScripts(folder, server.url, commands)) as both,
     ):
 
         def found(scenario: str, goes_on: Callable[[], bool] = lambda: True) -> list[dict[str, Any]]:
@@ -112,7 +96,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
             until(
                 lambda: all(map(Path.exists, files)) or both.have_ended() or not goes_on(), f"the scenario {scenario}"
             )
-            assert all(map(Path.exists, files)), both.said()
+            assert all(map(Path.exists, files)), both.all_said()
             return [json.loads(file.read_text()) for file in files]
 
         out["refused"] = found("refused")
@@ -123,7 +107,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
                 alone = Alone(server.url, kind, folder)
                 out[kind] = found(kind, lambda alone=alone: not alone.has_failed)  # type: ignore[misc]
             out[f"{kind} run"] = reader.counters(), merged_by(merger), reader.presences(), reader.evaluations()
-        out["lost"] = both.processes[0].wait(), both.said()
+        out["lost"] = both.all[0].wait(), both.all_said()
     return out
 
 
