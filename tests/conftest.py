@@ -69,6 +69,7 @@ def _make_home() -> None:
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until everything is loaded (`pytest_collection_finish`)
     _make_home()
     # JAX reads these when it is imported, which no test module has done yet. Tests of arithmetic need the CPU.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -96,6 +97,7 @@ def pytest_collection_finish() -> None:
     """Let no collection of garbage look through what is loaded, because that takes long. Trainers ask for several."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
