@@ -34,7 +34,8 @@ from archipelago.broker.wire import digest
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.supervisor import thread_environment
 
-_SPAWN = multiprocessing.get_context("spawn")
+#: How the processes of a measurement are started.
+PROCESSES: Any = multiprocessing.get_context("spawn")
 POLL_SECONDS = 0.001
 
 
@@ -69,8 +70,8 @@ def child(
 
     `environment` has variables that only the new process gets.
     """
-    parent_end, child_end = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=_work, args=(work, child_end, *arguments))
+    parent_end, child_end = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_work, args=(work, child_end, *arguments))
     before = dict(os.environ)
     os.environ.update(environment or {})  # A spawned process reads the environment when it starts.
     process.start()

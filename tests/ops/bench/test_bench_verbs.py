@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,17 +13,27 @@ from typing import Any
 import pytest
 
 from archipelago.broker.codecs import codec
-from archipelago.ops.bench import merge
+from archipelago.ops.bench import harness, merge
 from archipelago.ops.bench.harness import OF_MERGER
 from archipelago.ops.bench.sync import FRAGMENTS, TORCHFT_PYTHON, SyncOptions, in_pieces, sync
 from archipelago.ops.bench.wire import WireSize, wire
 from archipelago.ops.commands import VERBS, VerbGroup, run
+from tests.harness.forks import COMMANDS
 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="memory and processor time are read from /proc"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes that measure from one that has loaded JAX. They get no variables of their own then."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([*COMMANDS])
+    monkeypatch.setattr(harness, "PROCESSES", server)
+
 
 #: The smallest flags of the verbs that have small ones, with few programs to compile.
 SMALLEST = {
