@@ -93,8 +93,10 @@ def forked(modules: Sequence[str]) -> list[str]:
 
     The answer is its process id; that to `["wait", PROCESS, OPTIONS]` is its exit status, null while it runs.
     """
+    gc.disable()  # until everything is loaded
     for module in modules:
         import_module(module)
+    gc.enable()
     gc.collect()
     gc.freeze()  # processes collect their garbage more quickly, and leave these objects in the memory that they share
     for verb, *about in map(json.loads, sys.stdin):

@@ -10,6 +10,7 @@ import pytest
 
 from archipelago.broker.process import connect_to
 from tests.conftest import Until
+from tests.harness.forks import Forks
 from tests.harness.processes import SETTINGS, Processes
 from tests.servers import redis_program
 
@@ -17,14 +18,14 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 
 @pytest.fixture
-def hub_and_site(tmp_path: Path) -> Iterator[tuple[Processes, Processes]]:
+def hub_and_site(tmp_path: Path, commands: Forks) -> Iterator[tuple[Processes, Processes]]:
     """Commands in the folder of the run's owner, and in that of a guest. Both find a Redis with TLS."""
     redis_program(tmp_path)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     places = []
     for name in ("hub", "site"):
         (tmp_path / name).mkdir()
-        places.append(Processes(tmp_path / name, PATH=path))
+        places.append(Processes(tmp_path / name, commands=commands, PATH=path))
     yield places[0], places[1]
     for place in places:
         place.end()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +17,8 @@ from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import start_server
 from tests import pytorch
 from tests.conftest import Until
+from tests.harness.forks import Forks
+from tests.harness.processes import Processes
 from tests.islands.user_loop.any_framework import Values, merged_by, served
 
 torch = pytorch.required()
@@ -55,12 +54,11 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, Played]:
+def played(tmp_path_factory: pytest.TempPathFactory, until: Until, forks: Forks) -> dict[str, Played]:
     """Run all scenarios in two processes, and merge their runs."""
     folder = tmp_path_factory.mktemp("processes")
     with start_server(folder / "redis") as server:
-        command = [sys.executable, str(SCRIPT), str(folder), server.url]
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = Processes(folder).fork(forks, str(SCRIPT), str(folder), server.url)
 
         def found(scenario: str) -> list[dict[str, Any]]:
             files = [folder / f"{scenario}-{rank}.json" for rank in range(1 if scenario == "lost" else 2)]
