@@ -84,7 +84,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until, forks: Forks)
     return out
 
 
-def test_two_processes_send_and_adopt_the_bits_of_one_device(played: dict[str, Played]) -> None:
+def two_processes_send_and_adopt_the_bits_of_one_device(played: dict[str, Played]) -> None:
     leader, other = played["bits"].found
     assert leader["different"] == other["different"] == []
     fragment, model = leader["bounds"]
@@ -92,7 +92,7 @@ def test_two_processes_send_and_adopt_the_bits_of_one_device(played: dict[str, P
     assert other["largest"] == 0, "only the leader has whole tensors"
 
 
-def test_wrong_use_is_refused_in_every_process(played: dict[str, Played]) -> None:
+def wrong_use_is_refused_in_every_process(played: dict[str, Played]) -> None:
     leader, other = played["refused"].found
     of_all = {
         "calls": "loop.not-together",
@@ -104,7 +104,7 @@ def test_wrong_use_is_refused_in_every_process(played: dict[str, Played]) -> Non
     assert other == {**of_all, "nan": "loop.leader-left", "no run": "loop.leader-left"}
 
 
-def test_data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -> None:
+def data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -> None:
     run = played["replicated"]
     leader, other = run.found
     assert leader == other, "clock, parameters, moments and evaluations"
@@ -125,7 +125,7 @@ def require_evaluated(run: Played, leader: dict[str, Any]) -> None:
     assert {each.by for each in run.evaluations} == {"both"}
 
 
-def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[str, Played]) -> None:
+def an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[str, Played]) -> None:
     run = played["island"]
     leader, other = run.found
     assert leader["new"] == other["new"] == [True, False]
@@ -144,7 +144,7 @@ def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[
     assert run.islands <= {"both", "again", "alone"}
 
 
-def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played: dict[str, Played]) -> None:
+def sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played: dict[str, Played]) -> None:
     for scenario, status in (("stopped", 0), ("deaf", 143)):
         run = played[scenario]
         (leader, other), (beat,) = run.found, run.beats
@@ -157,7 +157,21 @@ def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played:
         assert beat.heartbeat.tokens_unsent == 0
 
 
-def test_a_lost_process_ends_the_island(played: dict[str, Played]) -> None:
+def a_lost_process_ends_the_island(played: dict[str, Played]) -> None:
     run = played["lost"]
     assert run.found == [{"ended": "RuntimeError", "reason": "left"}]
     assert all(beat.heartbeat.state == "left" for beat in run.beats)
+
+
+def test_each_scenario(played: dict[str, Played], subtests: pytest.Subtests) -> None:
+    """This is one test, because two workers that shared tests would both play the scenarios."""
+    for check in (
+        two_processes_send_and_adopt_the_bits_of_one_device,
+        wrong_use_is_refused_in_every_process,
+        data_parallel_processes_have_the_same_bits,
+        an_island_of_two_processes_creates_trains_gives_and_takes,
+        sigterm_ends_all_processes_at_one_step_with_their_progress_sent,
+        a_lost_process_ends_the_island,
+    ):
+        with subtests.test(check.__name__):
+            check(played)

@@ -111,15 +111,14 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until, commands: For
     return out
 
 
-def test_wrong_use_is_refused_in_every_process(played: dict[str, Any]) -> None:
+def wrong_use_is_refused_in_every_process(played: dict[str, Any]) -> None:
     leader, other = played["refused"]
     of_all = {"mixed": "loop.sharded", "early": "loop.left"}
     assert leader == {**of_all, "nan": "loop.not-finite", "no run": "broker.unknown-run"}
     assert other == {**of_all, "nan": "loop.leader-left", "no run": "loop.leader-left"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_are_one_island_of_a_run(played: dict[str, Any], kind: str) -> None:
+def two_processes_are_one_island_of_a_run(played: dict[str, Any], kind: str) -> None:
     leader, other = played[kind]
     counters, merged, beats, evaluations = played[f"{kind} run"]
     assert leader["created"] == other["created"] == [True, False]
@@ -143,10 +142,24 @@ def test_two_processes_are_one_island_of_a_run(played: dict[str, Any], kind: str
         np.testing.assert_array_equal(np.array(leader["final"][name], np.float32), expected.astype(dtype), err_msg=name)
 
 
-def test_two_processes_evaluate_the_merged_parameters_together(played: dict[str, Any]) -> None:
+def two_processes_evaluate_the_merged_parameters_together(played: dict[str, Any]) -> None:
     assert any(leader["evaluated"] for leader, _ in (played[kind] for kind in KINDS))
 
 
-def test_a_lost_process_ends_the_island(played: dict[str, Any]) -> None:
+def a_lost_process_ends_the_island(played: dict[str, Any]) -> None:
     status, said = played["lost"]
     assert status != 0, said
+
+
+def test_each_scenario(played: dict[str, Any], subtests: pytest.Subtests) -> None:
+    """This is one test, because two workers that shared tests would both play the scenarios."""
+    for check in (
+        wrong_use_is_refused_in_every_process,
+        two_processes_evaluate_the_merged_parameters_together,
+        a_lost_process_ends_the_island,
+    ):
+        with subtests.test(check.__name__):
+            check(played)
+    for kind in KINDS:
+        with subtests.test("two processes are one island of a run", kind=kind):
+            two_processes_are_one_island_of_a_run(played, kind)
