@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ HOME_VARIABLE = "ARCHIPELAGO_TEST_HOME"
 #: A folder for compiled programs that sessions share. It is not the user's own, because a killed process may damage it.
 COMPILED_VARIABLE = "ARCHIPELAGO_TEST_COMPILED"
 
-#: Lets XLA compile without most optimisations, which take a fifth of the processor time of all tests (`optimised`).
+#: Lets XLA compile without most optimisations, which take a fifth of the processor time of quick tests (`optimised`).
 PLAINLY_VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
 #: The home folder, in the one process of a session that made it and that deletes it.
@@ -69,7 +69,6 @@ def _make_home() -> None:
 
 
 def pytest_configure() -> None:
-    gc.disable()  # until everything is loaded (`pytest_collection_finish`)
     _make_home()
     # JAX reads these when it is imported, which no test module has done yet. Tests of arithmetic need the CPU.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -93,11 +92,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection of garbage look through what is loaded, because that takes long. Trainers ask for several."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let no collection of garbage look through what is loaded, now or later, because that takes long.
+
+    Trainers ask for several collections.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
