@@ -35,7 +35,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.supervisor import thread_environment
 
 #: How the processes of a measurement are started.
-PROCESSES: Any = multiprocessing.get_context("spawn")
+PROCESSES = multiprocessing.get_context("spawn")
 POLL_SECONDS = 0.001
 
 

@@ -44,7 +44,8 @@ class Processes:
     Args:
         folder: The working directory of the commands. What they write to stderr is kept there.
         prefix: A program whose arguments the commands are, such as one that enters a container.
-        commands: Forks commands from a process that has loaded JAX; None starts each as a user does.
+        commands: Forks commands from a process that has loaded JAX, so variables that JAX reads then have no effect.
+            None starts each as a user does.
         environment: Environment variables of all commands.
     """
 
@@ -54,7 +55,7 @@ class Processes:
 
     def start(self, verb: str, *args: str, **environment: str) -> subprocess.Popen[str]:
         """Start `archipelago` with these arguments."""
-        if self.commands is None or any(name.startswith("JAX_") for name in environment):  # JAX reads them when loaded
+        if self.commands is None:
             return self.python("-P", "-m", "archipelago", verb, *args, **environment)
         forked: subprocess.Popen[str] = self.fork(self.commands, "-m", "archipelago", verb, *args, **environment)
         return forked

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 SCRIPT = str(Path(__file__).with_name("trainer_scripts.py"))
 TRAINERS = ("transformers", "lightning", "accelerate")
 ENDLESS = 1_000_000
-ENVIRONMENT: Any = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]), **UNPACED}
+ENVIRONMENT: dict[str, Any] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]), **UNPACED}
 
 
 class Run:
