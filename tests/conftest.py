@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -29,7 +30,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests import tiers
 from tests.clusters import Cluster
 from tests.fake_server import answer_as_redis
-from tests.harness.forks import COMMANDS, TRAINERS, Forks, forking
+from tests.harness.forks import KINDS, Forks, forking, offer
 from tests.pytorch import installed
 from tests.servers import hide_other_servers
 
@@ -39,14 +40,14 @@ settings.register_profile("archipelago", deadline=None, print_blob=True, max_exa
 settings.load_profile("archipelago")
 
 HOME_VARIABLE = "ARCHIPELAGO_TEST_HOME"
-#: A folder for compiled programs that sessions share. It is not the user's own, because a killed process may damage it.
-COMPILED_VARIABLE = "ARCHIPELAGO_TEST_COMPILED"
 
 #: Lets XLA compile without most optimisations, which take a fifth of the processor time of quick tests (`optimised`).
 PLAINLY_VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
 #: The home folder, in the one process of a session that made it and that deletes it.
 _home_made_here: list[str] = []
+#: The processes that fork others (`forks`), in that one process.
+_forking_here: list[subprocess.Popen[bytes]] = []
 
 
 def _make_home() -> None:
@@ -62,8 +63,7 @@ def _make_home() -> None:
     programs = Path(home) / "bin"
     programs.mkdir()
     hide_other_servers(programs)
-    compiled = os.environ.get(COMPILED_VARIABLE, f"{home}/jax")
-    os.environ.update({HOME_VARIABLE: home, "HOME": home, "JAX_COMPILATION_CACHE_DIR": compiled})
+    os.environ.update({HOME_VARIABLE: home, "HOME": home, "JAX_COMPILATION_CACHE_DIR": f"{home}/jax"})
     for name in [name for name in os.environ if name.startswith("XDG_")]:
         del os.environ[name]
 
@@ -75,6 +75,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     os.environ.setdefault(PLAINLY_VARIABLE, "1")
+    if _home_made_here:
+        _forking_here.extend(offer(kind, Path(_home_made_here[0])) for kind in KINDS)
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")  # type: ignore[no-untyped-call]
@@ -108,6 +110,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
+    for process in _forking_here:
+        process.kill()
+        process.wait()
     while _home_made_here:  # All workers have ended by now.
         shutil.rmtree(_home_made_here.pop(), ignore_errors=True)
 
@@ -167,14 +172,14 @@ def forks() -> Iterator[Forks]:
     """Scripts with PyTorch are forked from one process, which has loaded it and its trainers."""
     for package in ("transformers", "lightning", "accelerate"):
         installed(package)
-    with forking(*TRAINERS, OMP_NUM_THREADS="1") as ask:
+    with forking("trainers", Path(os.environ[HOME_VARIABLE])) as ask:
         yield ask
 
 
 @pytest.fixture(scope="session")
 def commands() -> Iterator[Forks]:
     """Commands of `archipelago` are forked from one process, which has loaded JAX."""
-    with forking(*COMMANDS, OPENBLAS_NUM_THREADS="1") as ask:
+    with forking("commands", Path(os.environ[HOME_VARIABLE])) as ask:
         yield ask
 
 

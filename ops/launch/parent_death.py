@@ -52,16 +52,15 @@ def give_way(niceness: int) -> None:
         return
 
 
-def become(parent: int, argv: Sequence[str]) -> None:
-    """Turn this process into the program, with a death signal set. Return only if `parent` is already gone."""
+def ends_with(parent: int) -> bool:
+    """Let the kernel kill this process when its parent ends, and return whether that parent still lives."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_SIGKILL)) != 0:
         raise OSError(ctypes.get_errno(), "the kernel refuses a parent-death signal")
     # If the parent died before the call above, there is no signal, and this process already has another parent.
-    if os.getppid() == parent:
-        os.execvp(argv[0], list(argv))  # noqa: S606
+    return os.getppid() == parent
 
 
 def watch(parent: int, argv: Sequence[str]) -> int:
@@ -96,7 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if way == "watch":
             return watch(int(parent), rest)
-        become(int(parent), rest)
+        if ends_with(int(parent)):
+            os.execvp(rest[0], rest)  # noqa: S606
     except OSError as error:
         sys.stderr.write(f"cannot start {rest[0]}: {error}\n")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE

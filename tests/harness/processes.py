@@ -18,7 +18,7 @@ from archipelago.islands.turn_log import STEP_VARIABLE
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import IslandView, RunView
 from tests.conftest import PATIENCE_SECONDS, gone
-from tests.harness.forks import Forked, Forks
+from tests.harness.forks import Forks, start
 
 #: The settings of a small run of the corpus `small-text`.
 SETTINGS = [
@@ -78,7 +78,7 @@ class Processes:
     def fork(self, forks: Forks, *args: str, **environment: str) -> Any:
         """Start Python with these arguments as `python` does, from a process that has loaded what it needs."""
         log = self.folder / f"process-{len(self.all)}.log"
-        process: Any = Forked(forks, log, {**os.environ, **SAYS, **PACE, **self.environment, **environment}, *args)
+        process: Any = start(forks, log, {**os.environ, **SAYS, **PACE, **self.environment, **environment}, *args)
         self.all.append(process)
         return process
 
@@ -115,9 +115,12 @@ class Processes:
 
 
 def children(parent: subprocess.Popen[str], word: str = "") -> list[psutil.Process]:
-    """Return the processes that a command has started, directly or not, with that word in their command lines."""
-    found = psutil.Process(parent.pid).children(recursive=True)
-    return [child for child in found if not gone(child.pid) and word in " ".join(child.cmdline())]
+    """Return the processes that a command has started, directly or not, with that word in the path of an open file.
+
+    Processes that are forked all have one command line.
+    """
+    found = [child for child in psutil.Process(parent.pid).children(recursive=True) if not gone(child.pid)]
+    return [child for child in found if not word or any(word in file.path for file in child.open_files())]
 
 
 def view(url: str, run: str) -> RunView:

@@ -93,7 +93,7 @@ def test_listeners_survive_kills_of_redis_and_mergers(processes: Processes, tmp_
 
     for each in following:
         goes_on(each)
-    for word in ("archipelago merger", "redis"):
+    for word in ("/logs/merger", "/redis/"):
         killed = children(up, word)
         assert killed
         for process in killed:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 #: The tests set another length once a run has begun. A call of `up` without this setting keeps it.
-STEPS = 400
+STEPS = 120
 FIRST = f"--inner.steps={STEPS}"
 
 
@@ -81,7 +81,7 @@ class Phoenix(UpRun):
             """Stop the mergers, so that none begins another checkpoint before the kill, and look again."""
             if not self.is_whole():
                 return False
-            mergers = children(launcher, "archipelago merger")
+            mergers = children(launcher, "/logs/merger")
             for merger in mergers:
                 merger.suspend()
             if self.is_whole():
@@ -115,11 +115,11 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
     begin(run, until)
     until(lambda: "ready" in run.log("standby-0"), "the standby")
     until(lambda: sorted(training(run)) == ["island-0", "island-1"], "both islands to train")
-    (standby,) = children(launcher, "--standby")
+    (standby,) = children(launcher, "/logs/standby")
     (killed,) = (each for each in children(launcher) if each.pid == training(run)["island-1"])
     killed.kill()
     until(lambda: training(run).get("island-1") == standby.pid, "the standby to train as the island")
-    for word in ("archipelago merger", "server.conf"):
+    for word in ("/logs/merger", "/redis/"):
         before = run.rounds
         children(launcher, word)[0].kill()
         until(lambda before=before: run.rounds > before + 4, f"rounds after {word} died")
@@ -162,7 +162,7 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
 
 def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, until: Until) -> None:
     """The first time, it is stopped before an island has joined, and ends everything."""
-    run, steps, task = UpRun(tmp_path / "runs/bytes"), "--inner.steps=2000", str(EXAMPLES / "task_bytes.py")
+    run, steps, task = UpRun(tmp_path / "runs/bytes"), "--inner.steps=600", str(EXAMPLES / "task_bytes.py")
     args = ["up", "--task", task, "--run=bytes", "--islands=2", steps, "--evaluate-every=2", "--no-tensorboard"]
     stopped = processes.start(*args)
     until((run.folder / "logs" / "island-1.log").exists, "the islands to be started")

@@ -18,7 +18,7 @@ from archipelago.ops.bench.harness import OF_MERGER
 from archipelago.ops.bench.sync import FRAGMENTS, TORCHFT_PYTHON, SyncOptions, in_pieces, sync
 from archipelago.ops.bench.wire import WireSize, wire
 from archipelago.ops.commands import VERBS, VerbGroup, run
-from tests.harness.forks import COMMANDS
+from tests.harness.forks import KINDS
 
 pytestmark = [
     pytest.mark.full,
@@ -31,7 +31,7 @@ pytestmark = [
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the processes that measure from one that has loaded JAX. They get no variables of their own then."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*COMMANDS])
+    server.set_forkserver_preload([*KINDS["commands"]])
     monkeypatch.setattr(harness, "PROCESSES", server)
 
 
