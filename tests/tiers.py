@@ -1,7 +1,6 @@
-"""The two tiers of tests: `make test` runs the quick one, `make test-all` the full one.
+"""The two tiers of tests: `make test` runs the quick one, `make test-all` the full one, which has all tests.
 
-A test or module marked `full` runs in the full tier only. A property test runs in both, with fewer examples in the
-quick one.
+A test or module marked `full` runs in the full tier only. A property test has fewer examples in the quick one.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.tiers import is_full
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("tier", ["not full", pytest.param("full", marks=pytest.mark.full)])
-def test_the_tests_for_four_devices_pass(tier: str) -> None:
+def test_the_tests_for_four_devices_pass() -> None:
+    tier = "" if is_full() else "not full"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     tests = sorted(map(str, Path(__file__).parent.glob("four_devices*.py")))
     done = subprocess.run(
