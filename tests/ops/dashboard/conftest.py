@@ -139,10 +139,10 @@ class Page:
 
 
 @pytest.fixture
-def page(driver: WebDriver, until: Until) -> Page:
+def page(driver: WebDriver, until: Until) -> Iterator[Page]:
     """A wide page, which has complained of nothing yet."""
     made = Page(driver, until)
-    driver.get("about:blank")  # so that the page of an earlier test asks its server no more
     made.width(1400)
     made.complaints()
-    return made
+    yield made
+    driver.get("about:blank")  # so that it asks its server no more, and takes no time from other tests

@@ -197,7 +197,9 @@ def test_short_runs_in_both_frameworks_end_alike(corpus: OpenCorpus, tmp_path: P
     no_llama = dataclasses.replace(SMALL.model, size="tiny-moe")
     with failing(ConfigError, "config.value"):
         parity.parity(our_work(dataclasses.replace(SMALL, model=no_llama), corpus), options_of(tmp_path, *trials))
-    averaged = dataclasses.replace(SMALL, merge=MergeConfig("average", "average"), seed=3)  # little to compile
+    short = dataclasses.replace(SMALL.inner, steps=24)
+    average = MergeConfig("average", "average")  # little to compile
+    averaged = dataclasses.replace(SMALL, inner=short, merge=average, seed=3)
     found = parity.parity(our_work(averaged, corpus), options_of(tmp_path, *trials))
     json.dumps(found)
     one, other, both = found["rows"]

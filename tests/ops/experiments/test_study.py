@@ -157,7 +157,7 @@ def test_trials_learn(folder: Path, corpus: OpenCorpus, monkeypatch: pytest.Monk
 
 @pytest.mark.full
 def test_an_interrupt_keeps_finished_trials(folder: Path, corpus: OpenCorpus, until: Any) -> None:
-    study = 'base = "base.toml"\nseeds = [0, 1, 2, 3, 4, 5, 6, 7]\n[[grid]]\nkind = "one"\n"inner.steps" = 100\n'
+    study = 'base = "base.toml"\nseeds = [0, 1, 2, 3, 4, 5, 6, 7]\n[[grid]]\nkind = "one"\n"inner.steps" = 40\n'
     (folder / "long.toml").write_text(study, encoding="utf-8")
     command = [sys.executable, "-c", INTERRUPTIBLE, "bench", "study", "long", "--folder", str(folder)]
     path = folder / "long.jsonl"
