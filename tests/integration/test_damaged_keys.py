@@ -1,4 +1,4 @@
-"""Every key of a run is deleted and overwritten, and the next merger that loads the run goes on to its bits.
+"""Every key of a run is deleted, emptied and overwritten, and the next merger that loads the run goes on to its bits.
 
 What the islands send depends only on the number of the round, so a run whose keys were damaged can be compared with one
 that was left alone, bit for bit. One run is damaged again and again.
@@ -256,6 +256,16 @@ def _delete(run: DamagedRun, key: str) -> None:
     run.client.delete(key)
 
 
+def _empty(run: DamagedRun, key: str) -> None:
+    kind = run.client.type(key)
+    if kind == b"stream":
+        run.client.xtrim(key, maxlen=0, approximate=False)
+    elif kind == b"string":
+        run.client.set(key, b"")
+    else:
+        run.client.delete(key)
+
+
 def _as_list(run: DamagedRun, key: str) -> None:
     run.client.delete(key)
     run.client.rpush(key, "nonsense")
@@ -287,9 +297,11 @@ def _added(value: bytes) -> bytes:
 
 DAMAGES: dict[str, Callable[[DamagedRun, str], None]] = {
     "deleted": _delete,
+    "emptied": _empty,
     "a list": _as_list,
     "not UTF-8": lambda run, key: _values(run, key, b"\xff\xfe"),
     "huge": lambda run, key: _values(run, key, HUGE),
+    "negative": lambda run, key: _values(run, key, b"-5"),
     "ahead": _ahead,
 }
 

@@ -85,7 +85,7 @@ class Example:
     Attributes:
         name: Its file.
         packages: What it needs.
-        loss: It must reach a smaller one. Untrained, a byte of text has 5.5 nats and a digit 2.3.
+        loss: It must reach a smaller one.
         tensors: Some of the tensors of its run.
         parameters: How many parameters are trained and frozen, if some are frozen.
         launcher: The arguments of Python before the script.
@@ -102,16 +102,16 @@ class Example:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TORCH = frozenset({"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"})
 EXAMPLES_THAT_TRAIN = [
-    Example("train_torch.py", ("torch",), 4.5, TORCH),
-    Example("train_transformers.py", ("transformers", "accelerate"), 4.5, frozenset({"transformer.wte.weight"})),
-    Example("train_lightning.py", ("lightning",), 4.5, frozenset({"network.0.weight", "head.bias"})),
-    Example("train_accelerate.py", ("accelerate",), 4.5, TORCH),
+    Example("train_torch.py", ("torch",), 3.5, TORCH),
+    Example("train_transformers.py", ("transformers", "accelerate"), 3.0, frozenset({"transformer.wte.weight"})),
+    Example("train_lightning.py", ("lightning",), 3.5, frozenset({"network.0.weight", "head.bias"})),
+    Example("train_accelerate.py", ("accelerate",), 3.5, TORCH),
     Example("train_fsdp.py", ("torch",), 4.5, TORCH, launcher=TORCHRUN),
-    Example("train_equinox.py", ("equinox", "sklearn"), 1.0, frozenset({"layers.0.weight", "layers.2.bias"})),
-    Example("train_grain.py", ("grain", "sklearn"), 1.0, frozenset({"params.layers_0.kernel"})),
-    Example("train_tunix.py", ("tunix",), 1.0, frozenset({"layers.0.kernel"})),
-    Example("lora_torch.py", ("torch", "transformers", "peft"), 4.5, frozenset(), (9_728, 115_008)),
-    Example("lora_jax.py", (), 1.0, frozenset({"lora.0.a", "lora.2.b"}), (1_104, 5_376)),
+    Example("train_equinox.py", ("equinox", "sklearn"), 0.5, frozenset({"layers.0.weight", "layers.2.bias"})),
+    Example("train_grain.py", ("grain", "sklearn"), 0.5, frozenset({"params.layers_0.kernel"})),
+    Example("train_tunix.py", ("tunix",), 0.5, frozenset({"layers.0.kernel"})),
+    Example("lora_torch.py", ("torch", "transformers", "peft"), 3.0, frozenset(), (9_728, 115_008)),
+    Example("lora_jax.py", (), 0.5, frozenset({"lora.0.a", "lora.2.b"}), (1_104, 5_376)),
 ]
 
 
@@ -133,21 +133,21 @@ def test_an_example_trains_to_the_end_of_its_run(
         island = scripts.python(*words, **PACE)
     until(lambda: scripts.beat("oslo") or island.poll() is not None, "the island to join")
 
-    def has_learnt(slack: float = 0.0) -> bool:
+    def has_learnt() -> bool:
         found = scripts.beat("oslo")
-        return found is not None and found.sent > 6 and found.loss < example.loss + slack
+        return found is not None and found.sent > 12 and found.loss < example.loss
 
     with served(scripts.url, "mine"):
         until(lambda: has_learnt() or island.poll() is not None, "a smaller loss")
         last = scripts.beat("oslo")
         assert last is not None
-        scripts.steer(last.global_step + 20)
+        scripts.steer(last.global_step + 50)
         assert "ends at step" in scripts.ended(island)
-    assert has_learnt(slack=0.5), "the loss of the last batch"
+    assert has_learnt()
     with closing(connect(scripts.url, "mine")) as transport:
         manifest, counters = transport.reader.manifest(), transport.reader.counters()
     assert {tensor.name for tensor in manifest.tensors} >= example.tensors
-    assert counters.merged > 5
+    assert counters.merged > 10
     if example.parameters is not None:
         assert (manifest.parameters, manifest.frozen_parameters) == example.parameters
         assert all("lora" in tensor.name for tensor in manifest.tensors)

@@ -110,14 +110,14 @@ def test_neither_short_nor_long_intervals_diverge() -> None:
 def test_the_example_with_images_learns() -> None:
     pytorch.required("sklearn")
     file = load_task(str(Path(__file__).parents[2] / "docs" / "examples" / "task_digits.py"))
-    inner, sync = replace(CONFIG.inner, steps=60, learning_rate=0.003), replace(CONFIG.sync, fragments=1)
+    inner, sync = replace(CONFIG.inner, steps=120, learning_rate=0.003), replace(CONFIG.sync, fragments=1)
     made = Workload.of(file, task_config(RunConfig(inner=inner, sync=sync), file))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as for users
         run = VirtualRun(made, [1.0, 1.3])
         run.finish()
         params = published(run.transport, run.manifest)[0]
         right = mean_of(made.require_evaluation()(params)).accuracy
-    assert right > 0.5, "one in ten is right before training"
+    assert right > 0.7, "one in ten is right before training"
 
 
 # -- several shards ---------------------------------------------------------------------------------------------------

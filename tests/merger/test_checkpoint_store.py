@@ -191,7 +191,7 @@ for name in ("checkpoint.before", "checkpoint.done"):
     assert not survives(base, name, lambda: at_failpoint(name))
 count = 1
 while not survives(base, f"change {count}", lambda: at_change(count)):
-    count += 9  # every ninth one
+    count += 5  # every fifth one
 """
 
 

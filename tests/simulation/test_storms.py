@@ -19,8 +19,8 @@ QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "14"))
 FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 18
 #: The seed of a run that writes compactions, so that its processes come to each failpoint.
 FAILPOINT_SEED = 1
-#: Another seed makes the attacks in another order, and with other claims.
-ATTACK_SEED = 1
+#: Each seed makes the attacks in another order, and with other claims.
+ATTACK_SEEDS = (1, pytest.param(2, marks=pytest.mark.full))
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,9 @@ def test_processes_die_at_each_failpoint(workers: ProcessPoolExecutor) -> None:
     assert missed == [], "no process has come to these failpoints"
 
 
-def test_no_attack_harms_a_run(workers: ProcessPoolExecutor) -> None:
-    workers.submit(attacked.play, ATTACK_SEED).result()
+@pytest.mark.parametrize("seed", ATTACK_SEEDS)
+def test_no_attack_harms_a_run(workers: ProcessPoolExecutor, seed: int) -> None:
+    workers.submit(attacked.play, seed).result()
 
 
 def test_a_seed_plays_the_same_storm_again(workers: ProcessPoolExecutor) -> None:
