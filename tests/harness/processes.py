@@ -117,9 +117,11 @@ class Processes:
 def children(parent: subprocess.Popen[str], word: str = "") -> list[psutil.Process]:
     """Return the processes that a command has started, directly or not, with that word in the path of an open file.
 
-    Processes that are forked all have one command line.
+    Processes that are forked all have one command line. The one that forks them is not returned: only it has no session
+    of its own.
     """
-    found = [child for child in psutil.Process(parent.pid).children(recursive=True) if not gone(child.pid)]
+    session, descendants = os.getsid(parent.pid), psutil.Process(parent.pid).children(recursive=True)
+    found = [child for child in descendants if not gone(child.pid) and os.getsid(child.pid) != session]
     return [child for child in found if not word or any(word in file.path for file in child.open_files())]
 
 
