@@ -83,12 +83,6 @@ class UnreachableError(BrokerError):
     code = "broker.unreachable"
 
 
-class ServerTooOldError(BrokerError):
-    """The server is older than Redis 7 and Valkey 7.2, and cannot tell reading from writing in its access control."""
-
-    code = "broker.server-too-old"
-
-
 class UnknownRunError(BrokerError):
     """That Redis has no run of that name."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import redis
 
 from archipelago.broker.address import Kind
-from archipelago.broker.errors import BrokerError, ServerTooOldError, UnreachableError
+from archipelago.broker.errors import BrokerError, UnreachableError
 
 #: Pattern of the server's answer: what it means, and what to do. The client library strips some codes off the answers.
 _REFUSALS = {
@@ -174,15 +174,16 @@ def require_kind(where: str, info: Info, sentinel: Info, kind: Kind = "server") 
         sentinel: The section `sentinel`, which names the primaries that a sentinel watches.
 
     Raises:
-        ServerTooOldError: The server is older than `OLDEST`.
-        BrokerError: It is a node of a cluster, or a Sentinel (`broker.address`).
+        BrokerError: It is older than `OLDEST` (`broker.server-too-old`), or it is a node of a cluster or a Sentinel
+            (`broker.address`).
     """
     if (found := version_of(info)) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise ServerTooOldError(
+        raise BrokerError(
             f"{where} is Redis {'.'.join(map(str, found)) or 'of an unknown version'}, and {oldest} is the oldest that "
             "works",
             "Upgrade it. Or run `archipelago up` without a URL, which starts a new server.",
+            code="broker.server-too-old",
         )
     if mode_of(info) == "cluster" and kind != "cluster":
         raise is_cluster(where)

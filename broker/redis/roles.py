@@ -85,7 +85,8 @@ def rules(role: Role, run: str, name: str, version: tuple[int, ...], shards: int
     keyless = [*_KEYLESS, *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
     begin = ["reset", "on", "resetchannels", "-@all"]
     root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]
-    return begin + root + [_selector(grant) for grant in writing]
+    selectors = ([*_allowed(grant.commands), *(f"~{key}" for key in grant.keys)] for grant in writing)
+    return [*begin, *root, *(f"({' '.join(words)})" for words in selectors)]
 
 
 def _joined(alike: Sequence[Grant]) -> Grant:
@@ -95,10 +96,6 @@ def _joined(alike: Sequence[Grant]) -> Grant:
 
 def _allowed(commands: Sequence[str]) -> Iterator[str]:
     return (f"+{command.lower()}" for command in commands)
-
-
-def _selector(grant: Grant) -> str:
-    return f"({' '.join([*_allowed(grant.commands), *(f'~{key}' for key in grant.keys)])})"
 
 
 # -- examples of commands ---------------------------------------------------------------------------------------------
@@ -124,7 +121,8 @@ def needed_commands(role: Role | None, keys: Keys, name: str) -> list[tuple[Any,
     for grant in (grant for each in ([role] if role else ROLES) for grant in grants(each, keys, name)):
         for command in grant.commands:
             if command != "WATCH":
-                out |= dict.fromkeys(example(command, key_like(pattern)) for pattern in grant.keys)
+                keys_like = (pattern.replace("[^m]", "x").replace("*", "checkup:0") for pattern in grant.keys)
+                out |= dict.fromkeys(example(command, key) for key in keys_like)
     return list(out)
 
 
@@ -132,8 +130,3 @@ def example(command: str, key: str) -> tuple[str, ...]:
     """Return a complete command on a key."""
     words = _ARGUMENTS.get(command, "*").split()
     return (*command.split("|"), *(key if word == "*" else _PLACEHOLDERS.get(word, word) for word in words))
-
-
-def key_like(pattern: str) -> str:
-    """Return a key that matches a pattern."""
-    return pattern.replace("[^m]", "x").replace("*", "checkup:0")

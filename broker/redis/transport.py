@@ -39,7 +39,7 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
             is trusted, and its keys sign and check messages.
 
     Raises:
-        BadUrlError, UnreachableError, ServerTooOldError
+        BadUrlError, UnreachableError, BrokerError (`broker.server-too-old`, `broker.address`)
     """
     if url.startswith("fakeredis://"):
         return RedisTransport(fake_client(url.removeprefix("fakeredis://") or "default"), run, invitation=invitation)
