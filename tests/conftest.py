@@ -211,7 +211,7 @@ def optimising() -> Iterator[None]:
         patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLD_EMITTERS, "").strip())
         patch.setattr(compiler, "get_compile_options", options_of_users)
         obey_variable()
-        assert jax.jit(lambda: 1)() == 1
+        jax.jit(lambda: 1)()
         assert asked, "this version of JAX finds the options of a compilation elsewhere: mend `optimising`"
         yield
     obey_variable()

@@ -109,6 +109,7 @@ def plain_run(name: str) -> VirtualRun:
     return VirtualRun(work(), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name)
 
 
+@pytest.mark.full
 def test_signing_and_a_takeover_change_no_bit(run: SignedRun) -> None:
     plain = plain_run(next(NAMES))
     plain.finish()

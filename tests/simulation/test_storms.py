@@ -15,12 +15,12 @@ from tests.simulation import attacked, storm
 
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 #: The quick tier plays this number of seeds, and the full tier FULL_SEEDS more.
-QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "14"))
-FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 18
+QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "10"))
+FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 22
 #: The seed of a run that writes compactions, so that its processes come to each failpoint.
 FAILPOINT_SEED = 1
 #: Each seed makes the attacks in another order, and with other claims.
-ATTACK_SEEDS = (1, pytest.param(2, marks=pytest.mark.full))
+ATTACK_SEEDS = (1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,13 @@ def test_storms(workers: ProcessPoolExecutor, first: int, count: int) -> None:
     assert not failures, "\n\n".join(map(str, failures))
 
 
+@pytest.mark.full
 def test_processes_die_at_each_failpoint(workers: ProcessPoolExecutor) -> None:
     missed = workers.submit(storm.die_at_each_failpoint, FAILPOINT_SEED).result()
     assert missed == [], "no process has come to these failpoints"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", ATTACK_SEEDS)
 def test_no_attack_harms_a_run(workers: ProcessPoolExecutor, seed: int) -> None:
     workers.submit(attacked.play, seed).result()

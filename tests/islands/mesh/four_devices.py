@@ -67,7 +67,7 @@ def vector(of: dict[str, Any]) -> bytes:
     return np.concatenate([np.asarray(x).reshape(-1) for x in of.values()]).tobytes()
 
 
-@pytest.mark.parametrize("codec", ["int4", pytest.param("top3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("codec", ["int4", "top3"])
 @optimising()
 def test_pieces_give_the_bytes_of_one_device(codec: str) -> None:
     of, places, rng = tree_run(codec), templates(), np.random.default_rng(0)
@@ -215,7 +215,6 @@ def test_a_follower_makes_the_steps_that_its_leader_says() -> None:
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2, 3)}
 
 
-@pytest.mark.full
 def test_our_models_train_on_a_mesh() -> None:
     model = mini.experts(Routing(experts=4, choices=2))
     inner = InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from archipelago.islands.sync.replica import Replica
@@ -70,7 +69,6 @@ def test_a_snapshot_arrives_on_the_default_device_of_the_loop() -> None:
     assert (new_N + jax.device_put(np.ones(size, np.float32), jax.devices()[1])).devices() == {jax.devices()[1]}
 
 
-@pytest.mark.full
 @optimising()
 def test_any_sharding_comes_back_and_gives_the_bits_of_one_device() -> None:
     for dtype, spread in (

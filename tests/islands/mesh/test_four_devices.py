@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tiers import is_full
+import pytest
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_tests_for_four_devices_pass() -> None:
-    tier = "" if is_full() else "not full"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     tests = sorted(map(str, Path(__file__).parent.glob("four_devices*.py")))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "--durations=10", "-p", "no:cacheprovider", "-m", tier, *tests],
+        [sys.executable, "-m", "pytest", "-q", "-x", "--durations=10", "-p", "no:cacheprovider", *tests],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,

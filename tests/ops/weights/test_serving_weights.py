@@ -45,6 +45,7 @@ def test_versions_of_rounds_that_the_run_has_lost_are_deleted(tmp_path: Path) ->
     assert names(tmp_path) == ["latest", "weight_v000008"]
 
 
+@pytest.mark.full
 def test_a_run_is_written_to_its_end(
     tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
