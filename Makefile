@@ -7,8 +7,9 @@ LINKED := $(VENV)/.linked
 TORCH := $(VENV)/.torch
 DOCS := $(VENV)/.docs
 FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__)
-WORKERS := auto
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
+# One more than there are cores, because a test that waits leaves its core idle, and 4 at most, because each loads all tests.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 # uv installs in a fifth of the time that pip takes. It does not read pip's settings, such as another index: then pip does it.
 # Nothing is compiled beforehand: Python compiles a file when it is first imported, and two thirds of the files never are.
@@ -28,7 +29,6 @@ train: $(LINKED)  ## the main job: islands train one model through Redis, on rea
 test: $(LINKED)  ## the quick tests, on fakeredis and on a real server
 	$(PYTEST) -m "not full" $(ARGS)
 
-test-all: WORKERS := 3
 test-all: $(LINKED) $(TORCH)  ## all tests: crash points, takeovers, the browser, long storms, more examples of properties, too
 	ARCHIPELAGO_TESTS=full $(PYTEST) $(ARGS)
 
