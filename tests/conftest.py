@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -44,9 +43,6 @@ HOME_VARIABLE = "ARCHIPELAGO_TEST_HOME"
 
 #: Lets XLA compile without most optimisations, which take a fifth of the processor time of quick tests (`optimised`).
 PLAINLY_VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-#: XLA's way to write the loops of programs takes two thirds of what is left, so tests use the one before it.
-EMITTERS = "xla_cpu_use_fusion_emitters"
-OLD_EMITTERS = f"--{EMITTERS}=false"
 
 #: The home folder, in the one process of a session that made it and that deletes it.
 _home_made_here: list[str] = []
@@ -79,8 +75,6 @@ def pytest_configure() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     os.environ.setdefault(PLAINLY_VARIABLE, "1")
-    if OLD_EMITTERS not in (flags := os.environ.get("XLA_FLAGS", "")):
-        os.environ["XLA_FLAGS"] = f"{flags} {OLD_EMITTERS}".strip()  # it would be a file's name with a blank before it
     if _home_made_here:
         _forking_here.extend(offer(kind, Path(_home_made_here[0])) for kind in KINDS)
     import jax
@@ -191,16 +185,8 @@ def commands() -> Iterator[Forks]:
 
 @contextmanager
 def optimising() -> Iterator[None]:
-    """Let XLA make programs as it does for users, where their bits are compared with those of other programs."""
+    """Let XLA optimise programs as it does for users, where their bits are compared with those of other programs."""
     import jax
-    from jax._src import compiler  # because XLA reads its variable once, and `jax.jit` cannot be told for all programs
-
-    asked: list[object] = []
-    get_options: Callable[..., object] = compiler.get_compile_options
-
-    def options_of_users(*, env_options_overrides: dict[str, Any], **named: Any) -> object:
-        asked.append(named)
-        return get_options(env_options_overrides={**env_options_overrides, EMITTERS: True}, **named)
 
     def obey_variable() -> None:
         jax.config.update("jax_disable_most_optimizations", os.environ[PLAINLY_VARIABLE] != "0")  # type: ignore[no-untyped-call]
@@ -208,11 +194,7 @@ def optimising() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLAINLY_VARIABLE, "0")
-        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLD_EMITTERS, "").strip())
-        patch.setattr(compiler, "get_compile_options", options_of_users)
         obey_variable()
-        jax.jit(lambda: 1)()
-        assert asked, "this version of JAX finds the options of a compilation elsewhere: mend `optimising`"
         yield
     obey_variable()
 

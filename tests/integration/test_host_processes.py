@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 RUN = "hosts"
 #: Two devices in each process.
-FLAGS = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"}
+FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
 def test_two_hosts_train_lose_each_other_and_come_back_together(
