@@ -235,8 +235,8 @@ def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, power: Power) ->
     """
     changed_RC = power(matrix_RC, exponent)
     both = (jax.device_put((each.ravel(), np.float32(1.0)), _cpu()) for each in (matrix_RC, changed_RC))
-    norm, changed_norm = (_norm(*each) for each in both)
-    np.multiply(changed_RC, np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0)), out=matrix_RC)
+    norm, changed_norm = (np.float32(_norm(*each)) for each in both)
+    np.multiply(changed_RC, norm / changed_norm if changed_norm > 0 else np.float32(0.0), out=matrix_RC)
 
 
 @partial(jax.jit, static_argnames="groups")

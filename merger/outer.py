@@ -126,7 +126,8 @@ def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
         params_N = params_N - rounded(rate * (delta_N + rounded(mu * trace_N, now.islands)), now.islands)
         return params_N, ScheduledState(trace_N, state.rounds + 1)
 
-    return OuterOptimizer(lambda params_N: ScheduledState(jnp.zeros_like(params_N), jnp.zeros((), jnp.int32)), step)
+    # NumPy makes the zeros, because JAX would compile programs for them.
+    return OuterOptimizer(lambda x_N: ScheduledState(*_on_cpu((np.zeros(x_N.shape, np.float32), np.int32(0)))), step)
 
 
 #: The rules by name.
@@ -176,7 +177,7 @@ def publish(wire: WireConfig, held_N: jax.Array, exact_N: jax.Array) -> tuple[ja
         if wire.full == "float32":
             return exact_N, b""
         chosen = codec(wire.full)
-        return jnp.asarray(chosen.decode(chosen.encode(np.asarray(exact_N)), exact_N.size)), b""
+        return jax.device_put(chosen.decode(chosen.encode(np.asarray(exact_N)), exact_N.size)), b""
     measure, quantise, add = _difference_programs(wire.down)
     parts = quantise(measure(held_N, exact_N))
     return add(held_N, parts), body_of(parts)

@@ -156,4 +156,4 @@ def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:
     template = new_state(np.zeros(size, np.float32), rules.outer)
     params_N, state = outer.of_named(template.outer, full.own, size)
     exact = wire.full == "float32" and not wire.sends_differences
-    return FragmentState(params_N, state, params_N if exact else jax.numpy.asarray(full.published_N))
+    return FragmentState(params_N, state, params_N if exact else jax.device_put(full.published_N))

@@ -207,7 +207,7 @@ def _merged_again(
         off / moved if moved else 0.0,
         extra={"code": "restore.nearly"},
     )
-    return replace(nearly, published_N=jax.numpy.asarray(holding.params_N))
+    return replace(nearly, published_N=jax.device_put(holding.params_N))
 
 
 # -- from a checkpoint -------------------------------------------------------------------------------------------------

@@ -313,5 +313,5 @@ def outer_step(
 
 def new_state(params_N: Vector, outer: OuterOptimizer) -> FragmentState:
     """Return the state of a fragment before its first round."""
-    params = jax.numpy.asarray(params_N)
+    params = jax.device_put(params_N)  # `jnp.asarray` would compile a program for the transfer
     return FragmentState(params, outer.init(params), params)
