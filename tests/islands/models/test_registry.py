@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import registry
+from archipelago.islands.models.layers import random_keys
 from archipelago.islands.models.registry import MODELS, Model, Params, build
 from archipelago.islands.models.transformer import transformer
 from tests.failing import failing
@@ -62,6 +64,11 @@ def test_the_tensors_describe_what_init_returns_which_depends_on_the_seed_alone(
     assert params["layers.0.attention.query.kernel"].shape == (16, 16)
     # The first loss is near that of a uniform guess.
     assert abs(float(tiny.loss(params, mini.tokens(4, 65))) - math.log(256)) < 0.25
+
+
+def test_the_random_keys_are_those_of_flax() -> None:
+    keys, theirs = random_keys(jax.random.key(5)), nnx.Rngs(jax.random.key(5))
+    assert [(keys.params() == theirs.params()).item() for _ in range(4)] == [True] * 4
 
 
 def test_the_loss_is_the_mean_over_the_targets_in_nats(tiny: Model, params: Params) -> None:
