@@ -123,7 +123,7 @@ EXAMPLES = {
     "archipelago merger demo.merger.join": "Serve the run demo. The second one stands by.",
     "archipelago merger --run demo --resume": "Restore the run from its checkpoints if the Redis has lost it.",
     "archipelago merger --run demo --bucket s3://my-bucket/runs": "Copy the checkpoints to a bucket.",
-    "archipelago status --run demo": "Show the run once. The exit status is 1 if somebody should look at it.",
+    "archipelago status --run demo": "Show the run once. The exit status is 1 while the run suffers.",
     "archipelago status --run demo --watch": "Show it live.",
     "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",
     "archipelago runs redis://HOST:6379 --json": "List the runs of a Redis for a program.",

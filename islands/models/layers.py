@@ -41,10 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def random_keys(key: jax.Array) -> nnx.Rngs:
-    """Return what modules draw their random keys from. The keys are those of `nnx.Rngs(key)`.
-
-    `nnx.Rngs` counts them in JAX, which took five sixths of the time in which the shapes of `1b` are found.
-    """
+    """Return the random keys of `nnx.Rngs(key)`, whose own count in JAX took most of the time to make a model."""
     numbers = itertools.count()
     return cast("nnx.Rngs", SimpleNamespace(params=lambda: jax.random.fold_in(key, next(numbers))))
 

@@ -4,7 +4,7 @@ To add a model:
 
 1. Write a function that returns a `Model` (see `interface`) from a compute dtype and a vocabulary. The parts in
    `layers` help, but nothing requires them.
-2. Add a row for it to `MODELS`. Another size of an architecture is only another row.
+2. Add a row for it to `MODELS`. Another size of the dense transformer needs a row in `llama.DENSE` besides.
 """
 
 from __future__ import annotations

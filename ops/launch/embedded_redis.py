@@ -33,6 +33,8 @@ STOP_SECONDS = 10.0
 LEFTOVER_SECONDS = 5.0
 POLL_SECONDS = 0.01
 LOG_LINES = 12
+#: The first port of a server that other machines reach, if it is free: firewalls have to know it.
+PUBLIC_PORT = 6379
 CONFIG, LOG, LOCK = "server.conf", "server.log", "server.lock"
 #: The server rewrites its append-only file only beyond this size. One large payload exceeds the default of 64 MiB.
 REWRITE_BYTES = 512 << 20
@@ -263,7 +265,8 @@ class RedisServer(contextlib.ExitStack):
         self.close()
         self.enter_context(_locked(self.folder))
         last, log = last_start(self.folder)[1], self.folder / LOG
-        self.port = last.port if last.port and is_free(last.port) else free_port()
+        wanted = last.port or (PUBLIC_PORT if self.host else 0)
+        self.port = wanted if wanted and is_free(wanted) else free_port()
         authority = self.folder / CERTIFICATES / AUTHORITY if self.host else None
         self.address = ServerAddress(self.port, last.password, authority)
         write_config(self.folder, self.program.kind, self.address, self._append_only, self.host)

@@ -21,6 +21,7 @@ from archipelago.broker import invitation as invitations
 from archipelago.broker import signing
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import Invitation, key_text
+from archipelago.broker.machine import is_free
 from archipelago.broker.redis.checkup import BURST_BYTES_MAX
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -29,6 +30,7 @@ from archipelago.ops.launch import up
 from archipelago.ops.launch.administration import Administrator, administrator_at, invite_ours, public_text
 from archipelago.ops.launch.embedded_redis import (
     CONFIG,
+    PUBLIC_PORT,
     Program,
     RedisServer,
     ServerAddress,
@@ -152,7 +154,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 @pytest.fixture(scope="module")
 def hub(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """An open server. It has the port that firewalls know, if that is free."""
+    free = is_free(PUBLIC_PORT)
     with start_server(tmp_path_factory.mktemp("hub") / "redis", program, host=OPENED) as server:
+        assert server.port == PUBLIC_PORT or not free
         yield server
 
 
