@@ -148,12 +148,7 @@ class RoundMerge:
         return Addend(delivery.entry, contribution, body, norms, norm)
 
     def close(
-        self,
-        fragment: FragmentState,
-        state: RunState,
-        addends: Sequence[Addend],
-        live: int,
-        of: Close | TapeEntry,
+        self, fragment: FragmentState, state: RunState, addends: Sequence[Addend], live: int, of: Close | TapeEntry
     ) -> MergedRound:
         """Return the merged round. Changes none of its arguments.
 

@@ -224,12 +224,7 @@ class RedisServer(contextlib.ExitStack):
     """
 
     def __init__(
-        self,
-        program: Program,
-        folder: Path,
-        host: str | None,
-        append_only: bool,
-        timeout_seconds: float,
+        self, program: Program, folder: Path, host: str | None, append_only: bool, timeout_seconds: float
     ) -> None:
         super().__init__()
         self.program, self.folder, self.host = program, folder, host

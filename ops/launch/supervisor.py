@@ -43,12 +43,7 @@ STANDBYS_REMEDY = f"Choose 0 to {STANDBYS_MAX}; one is usually enough."
 REPLACED_SECONDS = 1.0
 
 #: The environment of a process that computes on one core only, in XLA and in numpy.
-ONE_THREAD = {
-    "NPROC": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "JAX_PLATFORMS": "cpu",
-}
+ONE_THREAD = {"NPROC": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
 def thread_environment(workers: int) -> dict[str, str]:
