@@ -151,21 +151,15 @@ def plan(options: PlanOptions) -> RunPlan:
     fleets = [_fleet(options, count, step_seconds) for count in _counts(options)]
     fleet = choose(fleets)
     islands_a_site = math.ceil(fleet.islands / options.sites)
-    way, fragments, need, fits = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
+    way, need, fits, fitting, planned = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
-    interval_seconds = way.interval * step_seconds
-    config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
-    of_run, tensors = (config, parameters, fragments, fleet.islands), tensors_of(options.model)
-    merger_bytes, redis_bytes = 1e9 * options.merger_gb, 1e9 * options.redis_gb
-    fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors)
-    need_of_cycle = fitting or cycle(*of_run, tensors=tensors)
     return RunPlan(
         parameters=parameters,
         tokens=tokens,
         fleets=tuple(fleets),
         fleet=fleet,
         way=way,
-        fragments=fragments * need_of_cycle.shards,
+        fragments=min(way.interval, FRAGMENTS_MAX) * planned.shards,
         step_seconds=step_seconds,
         load=need,
         fits=fits,
@@ -173,8 +167,8 @@ def plan(options: PlanOptions) -> RunPlan:
         seconds=tokens / (options.chips * options.tokens_per_second * max(fleet.goodput, 1e-9)),
         data_parallel_goodput=alone.goodput,
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
-        spectra=spectra_loads(tensors, options.merge, interval_seconds, need_of_cycle.shards),
-        cycle=need_of_cycle,
+        spectra=spectra_loads(tensors_of(options.model), options.merge, way.interval * step_seconds, planned.shards),
+        cycle=planned,
         has_room=fitting is not None,
     )
 
@@ -241,15 +235,21 @@ def _fleet(options: PlanOptions, islands: int, step_seconds: float) -> Fleet:
 
 def _way(
     options: PlanOptions, parameters: int, islands: int, islands_a_site: int, step_seconds: float
-) -> tuple[Way, int, Load, bool]:
-    """Return the first way of LADDER that the links carry, or the last one and False."""
+) -> tuple[Way, Load, bool, Cycle | None, Cycle]:
+    """Return the first way of LADDER that the links carry, or the last and False; and its cycle, twice if that fits."""
     link, redis = (LINK_SHARE * mbits * 1e6 / 8 for mbits in (options.link_mbits / islands_a_site, options.redis_mbits))
+    merger_bytes, redis_bytes = 1e9 * options.merger_gb, 1e9 * options.redis_gb
+    tensors = tensors_of(options.model)
     for way in LADDER:
-        fragments = min(way.interval, FRAGMENTS_MAX)
+        config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
+        of_run = (config, parameters, min(way.interval, FRAGMENTS_MAX), islands)
+        fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors)
+        planned = fitting or cycle(*of_run, tensors=tensors)
         need = load(parameters, islands, way.interval * step_seconds, way)
-        fits = max(need.up, need.down) <= link and max(need.redis_in, need.redis_out) <= redis
+        at_redis = max(need.redis_in, need.redis_out) / planned.shards  # each of which has a Redis and a link
+        fits = max(need.up, need.down) <= link and at_redis <= redis
         if fits or way is LADDER[-1]:
-            return way, fragments, need, fits
+            return way, need, fits, fitting, planned
     raise AssertionError("the ladder has a last way")
 
 
@@ -343,8 +343,8 @@ def _link_line(options: PlanOptions, found: RunPlan) -> str:
     link = options.link_mbits * 1e6 / 8 / found.islands_a_site
     redis = options.redis_mbits * 1e6 / 8
     used = max(found.load.up, found.load.down) / link
-    there = max(found.load.redis_in, found.load.redis_out) / redis
-    return f"link     {used:.0%} of an island's share of its site's link, {there:.0%} of the Redis's"
+    there = max(found.load.redis_in, found.load.redis_out) / redis / found.cycle.shards
+    return f"link     {used:.0%} of an island's share of its site's link, {there:.0%} of a Redis's"
 
 
 def _shards_line(options: PlanOptions, found: RunPlan) -> str:

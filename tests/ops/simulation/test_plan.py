@@ -95,6 +95,8 @@ def test_a_model_that_needs_several_machines_gets_shards() -> None:
     assert any(line.startswith(f"S = {shards} ") for line in lines)
     assert any(line.startswith("memory ") for line in lines)
     assert f"--shards {shards}" in lines[-1]
+    at_one_redis = max(found.load.redis_in, found.load.redis_out) / shards * 8e-6  # in Mbit/s
+    assert plan(replace(options, redis_mbits=2 * at_one_redis)).way == found.way
     larger = plan(replace(options, merger_gb=640.0, redis_gb=640.0))
     assert larger.cycle.shards < shards
     tiny = replace(options, merger_gb=0.1)
