@@ -52,20 +52,20 @@ class StateEntry:
 
     @property
     def tensor(self) -> Any:
-        return self.example if torch.is_tensor(self.example) else torch.as_tensor(self.example)
+        return self.example if torch.is_tensor(self.example) else torch.as_tensor(self.example, device="cpu")
 
     @property
     def placeholder(self) -> np.ndarray[Any, Any]:
         """An array of the value's shape and dtype on its way, which takes no memory."""
         dtype = _WIDE.get(self.tensor.dtype, self.tensor.dtype)
-        return np.broadcast_to(torch.zeros((), dtype=dtype).numpy(), tuple(self.tensor.shape))
+        return np.broadcast_to(torch.zeros((), dtype=dtype, device="cpu").numpy(), tuple(self.tensor.shape))
 
     def present(self) -> Any:
         """Return a copy of what this process holds of it, as it travels; zeros if the optimiser has not made it yet."""
         value = self.states.get(self.parameter, {}).get(self.key)
         if value is None:
-            value = torch.zeros(own_piece(self.tensor).shape, dtype=self.tensor.dtype)
-        own = own_piece(value) if torch.is_tensor(value) else torch.as_tensor(value)
+            value = torch.zeros(own_piece(self.tensor).shape, dtype=self.tensor.dtype, device="cpu")
+        own = own_piece(value) if torch.is_tensor(value) else torch.as_tensor(value, device="cpu")
         return own.detach().to(_WIDE.get(own.dtype, own.dtype), copy=True)
 
     def put(self, own: Any) -> None:

@@ -59,7 +59,7 @@ class ProcessTeam(Team):
             self.courier = Courier(group, self.ranks)
 
     def _sum(self, numbers: Sequence[int]) -> Sequence[int]:
-        message = torch.tensor([int(value) for value in numbers])
+        message = torch.tensor([int(value) for value in numbers], device="cpu")
         dist.all_reduce(message, group=self._messages)
         found: list[int] = message.tolist()
         return found
@@ -119,6 +119,6 @@ class ProcessTeam(Team):
         return [replace(values, pieces=partial(read, values.name)) for values in parameters.frozen_values()]
 
     def _gathered(self, pieces: TensorPieces, own: Any, shape: tuple[int, ...]) -> Any:
-        whole = torch.empty(shape, dtype=own.dtype) if self.leads else None
+        whole = torch.empty(shape, dtype=own.dtype, device="cpu") if self.leads else None
         self.on_host.gather(pieces, own.cpu(), whole)
         return whole

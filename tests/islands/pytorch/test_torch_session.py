@@ -103,6 +103,17 @@ def test_a_newcomer_goes_on_as_the_giver_would(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_default_device_of_the_script_changes_nothing(kind: str) -> None:
+    """Numbers of a state and a state that has not begun are made on the host. Here the default device has no values."""
+    _, _, state = stepped(kind, 0)
+    before = [(entry.placeholder.dtype, entry.present()) for entry in state.entries]
+    with torch.device("meta"):
+        after = [(entry.placeholder.dtype, entry.present()) for entry in state.entries]
+    assert [each for each, _ in after] == [each for each, _ in before]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rehearsal_leaves_nothing_behind(kind: str) -> None:
     model = module()
     optimizer = KINDS[kind](model.parameters())
