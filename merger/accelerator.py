@@ -152,6 +152,7 @@ class _Lane:
 def _serve(pipes: Sequence[Connection], platform: str) -> None:
     """Answer until the other ends are closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the merger decides when it ends
+    os.environ.pop("XLA_CLIENT_MEM_FRACTION", None)  # JAX refuses both names of the last one
     os.environ |= {
         "JAX_PLATFORMS": platform,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ def main(options: ReplayOptions) -> int:
     with progress("reading the record"):
         recorded = read(options.folder / options.run / "merger")
     keep_compiled()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # as in a merger
     found = repeat(recorded)
     if options.json:
         print_json(found)

@@ -76,7 +76,10 @@ def memory_share(processes: int, together: float = MEMORY_SHARE) -> dict[str, st
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if processes == 1 else "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{together / processes:.3f}",
     }
-    return {name: value for name, value in share.items() if name not in os.environ}
+    given = {
+        name.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT") for name in os.environ
+    }  # JAX renamed one, and refuses both
+    return {name: value for name, value in share.items() if name not in given}
 
 
 @dataclass(frozen=True)

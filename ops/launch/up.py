@@ -182,7 +182,7 @@ def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
     Raises ConfigError (`up.devices`, `mesh.size`) if there are not enough for what was asked.
     """
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
-    if found is not None and not is_given("--islands"):
+    if found is not None and not options.share_devices and not is_given("--islands"):
         options = replace(options, islands=min(options.islands, len(found.names)))
     if options.spectra == "gpu" and (found is None or found.platform != "cuda"):
         raise ConfigError(

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -90,6 +91,8 @@ def main(options: DoctorOptions) -> int:
             server = check_server(url, run, options.seconds, invited)
         out.print(section(f"redis  {redacted(url)}", server.findings), "")
     manifest = server.manifest
+    if "cpu" not in os.environ.get("JAX_PLATFORMS", "cpu"):
+        os.environ["JAX_PLATFORMS"] += ",cpu"  # on which spectra are tried
     with busy.status("loading JAX"):
         keep_compiled()
         here = check_machine(options.folder, server)
@@ -251,11 +254,12 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
 
 def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     """Check this machine, and what an island of the run would do here."""
-    manifest = server.manifest
+    manifest, devices = server.manifest, accelerators()
+    on_device = devices.level != "problem" and import_module("jax").default_backend() != "cpu"
     found = [
-        machine(available_here(), footprint_here(manifest) if manifest else None),
+        machine(available_here(), footprint_here(manifest) if manifest else None, on_device),
         disk(free_bytes(folder), folder, manifest.parameters if manifest else 0),
-        devices := accelerators(),
+        devices,
     ]
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
     step_seconds = statistics.median(steps) if steps else math.nan
@@ -270,8 +274,11 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     return found
 
 
-def machine(available_bytes: int, needed: Mapping[str, int] | None) -> Finding:
-    """Compare the memory with the `footprint` of the run; None if no run is known."""
+def machine(available_bytes: int, needed: Mapping[str, int] | None, on_device: bool = False) -> Finding:
+    """Compare the memory with the `footprint` of the run; None if no run is known.
+
+    `on_device`: an island's memory is mostly that of its accelerator, which is not compared.
+    """
     what = (
         f"This machine has {usable_cores()} cores, {size(available_bytes)} of free memory, and Python "
         f"{sys.version.split()[0]}."
@@ -279,8 +286,8 @@ def machine(available_bytes: int, needed: Mapping[str, int] | None) -> Finding:
     if needed is None:
         return ok("machine", what)
     island, merger = needed["an island"], needed["the merger"]
-    what += f" The merger of the run needs about {size(merger)}, and an island here {size(island)}."
-    if island <= available_bytes:
+    what += f" The merger of the run needs about {size(merger)}, and an island {size(island)} on a CPU."
+    if on_device or island <= available_bytes:
         return ok("machine", what)
     return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
 
@@ -346,8 +353,9 @@ def accelerators() -> Finding:
             install_hint("cuda"),
         )
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
-    each = f" with {size(limit)} each" if limit else ""
-    return ok("devices", f"JAX finds {found}{each}. An island uses all of them, unless --mesh says otherwise.")
+    each = f", and takes {size(limit)} of each by default" if limit else ""
+    what = "An island uses as many of them as divide its batch, unless --mesh says otherwise."
+    return ok("devices", f"JAX finds {found}{each}. {what}")
 
 
 def spectra(manifest: Manifest | None, step_seconds: float) -> Finding:

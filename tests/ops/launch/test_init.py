@@ -207,19 +207,22 @@ def test_islands_share_accelerators_only_if_they_may() -> None:
     assert shares.names == (("0",), ("1",), ("2",), ("3",), ("0",))
 
 
-def test_processes_on_one_accelerator_share_its_memory() -> None:
+def test_processes_on_one_accelerator_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = shared_out(FOUR, 5, standbys=2, may_share=True)
     assert shares is not None
     # Islands 0 and 4 and standby 0 are on the first one, island 1 and standby 1 on the second.
     found = [shares.environment(number) for number in range(5)]
     assert [each["XLA_PYTHON_CLIENT_MEM_FRACTION"] for each in found] == ["0.300", "0.450", "0.900", "0.900", "0.300"]
     assert [each["XLA_PYTHON_CLIENT_PREALLOCATE"] for each in found] == ["false", "false", "true", "true", "false"]
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in shares.environment(0), "JAX refuses both names"
 
 
 def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, islands in ((None, 3), (Accelerators("cuda", ("0",), "H100"), 1), (FOUR, 3)):
         monkeypatch.setattr(up, "accelerators", lambda found=found: found)
         assert up._with_devices(UpOptions())[0].islands == islands
+        assert up._with_devices(UpOptions(share_devices=True))[0].islands == 3
 
 
 def test_spectra_on_a_gpu_take_a_tenth_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
         assert main.disk(10_000_000_000, Path("runs"), parameters).level == level
     for need, level in ((8 << 30, "ok"), (9 << 30, "warning")):
         assert main.machine(8 << 30, {"an island": need, "the merger": 0}).level == level
+        assert main.machine(8 << 30, {"an island": need, "the merger": 0}, on_device=True).level == "ok"
     assert main.free_bytes(tmp_path / "not" / "there" / "yet") > 0
     assert main.accelerators().level == "ok"
 
