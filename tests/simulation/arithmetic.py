@@ -73,7 +73,7 @@ def install() -> None:
     )
     for module in (arrays, replica, archipelago.islands.computation, archipelago.islands.worker):
         _replace(module, jax=host)
-    _replace(archipelago.merger.round_merge, jax=SimpleNamespace(numpy=np))
+    _replace(archipelago.merger.round_merge, jax=SimpleNamespace(device_put=_put))
     _replace(
         archipelago.merger.merge_rules,
         begin=lambda groups: (np.float32(-0.0),),
@@ -81,7 +81,7 @@ def install() -> None:
         accumulate=_accumulate,
         finish=_finish,
     )
-    uncompiled = SimpleNamespace(jit=lambda f: f, tree=jax.tree, tree_util=jax.tree_util)
+    uncompiled = SimpleNamespace(jit=lambda f: f, device_put=_put, tree=jax.tree, tree_util=jax.tree_util)
     _replace(archipelago.merger.outer, jax=uncompiled, build=_outer, _on_cpu=lambda tree: tree)
     _replace(archipelago.islands.computation, begin=_begin)
     _replace(archipelago.islands.sync.connection.heartbeats, platform=SimpleNamespace(node=lambda: "storm"))
