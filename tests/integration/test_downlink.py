@@ -71,6 +71,7 @@ def require_published(run: VirtualRun) -> None:
             assert digest_of(arrival.params_N) == (arrival.snapshot.held or digest_of(arrival.params_N))
 
 
+@pytest.mark.full
 def test_islands_hold_the_bits_that_the_merger_published(server: RedisServer) -> None:
     """This includes an island that joins late and one whose events come late. Fewer bytes go down than in full."""
     run = LateRun(work(CONFIG), [1.0, 1.2], 2.5, connect=partial(connect, server.url, "down"), run="down")

@@ -29,6 +29,7 @@ def client_of(url: str) -> Any:
     return redis.Redis.from_url(url)
 
 
+@pytest.mark.full
 def test_a_viewer_follows_and_is_refused_nothing(server: RedisServer, until: Until) -> None:
     with empty_database(server, 3) as url, client_of(url) as admin:
         version = tuple(map(int, admin.info("server")["redis_version"].split(".")))

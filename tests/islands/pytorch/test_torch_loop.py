@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from archipelago.broker.errors import ConfigError
 from tests import pytorch
 from tests.failing import failing
@@ -16,8 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import TorchRun, module  # noqa: E402
-
-pytestmark = pytest.mark.full
 
 
 def test_parameters_keep_their_identity_and_buffers_stay() -> None:

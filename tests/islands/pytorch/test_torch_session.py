@@ -25,8 +25,6 @@ torch = pytorch.required()
 from archipelago.islands.pytorch.state import OptimizerState  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import as_float32, module  # noqa: E402
 
-pytestmark = pytest.mark.full
-
 SYNC = SyncConfig(interval=4, fragments=2)
 KINDS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
@@ -44,6 +42,7 @@ def made() -> str:
     return url
 
 
+@pytest.mark.full
 def test_a_pytorch_island_imports_no_jax(tmp_path: Any) -> None:
     code = """
 import sys, torch, archipelago

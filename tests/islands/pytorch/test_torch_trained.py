@@ -24,8 +24,6 @@ from archipelago.islands.pytorch.host import FrozenTensors  # noqa: E402 - it im
 from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
-pytestmark = pytest.mark.full
-
 SYNC = SyncConfig(interval=4, fragments=2, quorum=1, grace=0.0)
 
 

@@ -40,6 +40,7 @@ def options_of(folder: Path, *trials: ArmName, **named: Any) -> ParityOptions:
     return ParityOptions(output=folder, trials=trials, **{"islands": (2,), **named})
 
 
+@pytest.mark.full
 def test_islands_of_a_task_are_compared_at_equal_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
