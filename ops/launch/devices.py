@@ -76,9 +76,8 @@ def memory_share(processes: int, together: float = MEMORY_SHARE) -> dict[str, st
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if processes == 1 else "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{together / processes:.3f}",
     }
-    given = {
-        name.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT") for name in os.environ
-    }  # JAX renamed one, and refuses both
+    # JAX has renamed one of them, and refuses to have both names.
+    given = {name.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT") for name in os.environ}
     return {name: value for name, value in share.items() if name not in given}
 
 

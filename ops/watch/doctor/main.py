@@ -91,7 +91,7 @@ def main(options: DoctorOptions) -> int:
             server = check_server(url, run, options.seconds, invited)
         out.print(section(f"redis  {redacted(url)}", server.findings), "")
     manifest = server.manifest
-    if "cpu" not in os.environ.get("JAX_PLATFORMS", "cpu"):
+    if (platforms := os.environ.get("JAX_PLATFORMS")) and "cpu" not in platforms:
         os.environ["JAX_PLATFORMS"] += ",cpu"  # on which spectra are tried
     with busy.status("loading JAX"):
         keep_compiled()
