@@ -54,8 +54,7 @@ class UpOptions(WorkerOptions):
     url: Annotated[str | None, tyro.conf.Positional] = None
     """A Redis that is already running. Without one, `up` starts its own on loopback."""
     open_: Annotated[bool, tyro.conf.arg(name="open")] = False
-    """Let other machines join: the Redis of `up` then talks TLS, on port 6379 if that is free, and everyone needs an
-    invitation (`invite`)."""
+    """Let others join: the Redis of `up` then talks TLS, on port 6379 if it is free, and all need an invitation."""
     host: str | None = None
     """With --open: the name or address under which others reach this machine. The default is the one it sends with."""
     run: str = field(default_factory=name_of_new_run)
