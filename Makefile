@@ -8,7 +8,7 @@ TORCH := $(VENV)/.torch
 DOCS := $(VENV)/.docs
 FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__)
 # One more than there are cores, because a test that waits leaves its core idle, and 4 at most, because each loads all tests.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 # uv installs in a fifth of the time that pip takes. It does not read pip's settings, such as another index: then pip does it.

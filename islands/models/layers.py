@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def random_keys(key: jax.Array) -> nnx.Rngs:
-    """Return the random keys of `nnx.Rngs(key)`, whose own count in JAX took most of the time to make a model."""
+    """Return the keys of `nnx.Rngs(key)`. It counts them in JAX, which took most of the time to make a model."""
     numbers = itertools.count()
     return cast("nnx.Rngs", SimpleNamespace(params=lambda: jax.random.fold_in(key, next(numbers))))
 

@@ -151,7 +151,7 @@ def plan(options: PlanOptions) -> RunPlan:
     fleets = [_fleet(options, count, step_seconds) for count in _counts(options)]
     fleet = choose(fleets)
     islands_a_site = math.ceil(fleet.islands / options.sites)
-    way, need, fits, fitting, planned = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
+    way, need, fits, planned, has_room = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
     return RunPlan(
         parameters=parameters,
@@ -169,7 +169,7 @@ def plan(options: PlanOptions) -> RunPlan:
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
         spectra=spectra_loads(tensors_of(options.model), options.merge, way.interval * step_seconds, planned.shards),
         cycle=planned,
-        has_room=fitting is not None,
+        has_room=has_room,
     )
 
 
@@ -235,8 +235,8 @@ def _fleet(options: PlanOptions, islands: int, step_seconds: float) -> Fleet:
 
 def _way(
     options: PlanOptions, parameters: int, islands: int, islands_a_site: int, step_seconds: float
-) -> tuple[Way, Load, bool, Cycle | None, Cycle]:
-    """Return the first way of LADDER that the links carry, or the last and False; and its cycle, twice if that fits."""
+) -> tuple[Way, Load, bool, Cycle, bool]:
+    """Return the first way of LADDER that the links carry, or the last and False; its cycle; whether that has room."""
     link, redis = (LINK_SHARE * mbits * 1e6 / 8 for mbits in (options.link_mbits / islands_a_site, options.redis_mbits))
     merger_bytes, redis_bytes = 1e9 * options.merger_gb, 1e9 * options.redis_gb
     tensors = tensors_of(options.model)
@@ -249,7 +249,7 @@ def _way(
         at_redis = max(need.redis_in, need.redis_out) / planned.shards  # each of which has a Redis and a link
         fits = max(need.up, need.down) <= link and at_redis <= redis
         if fits or way is LADDER[-1]:
-            return way, need, fits, fitting, planned
+            return way, need, fits, planned, fitting is not None
     raise AssertionError("the ladder has a last way")
 
 
