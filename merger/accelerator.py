@@ -2,7 +2,8 @@
 
 The process holds a small share of one accelerator's memory. Before it is used, its bits are compared with numpy's on a
 trial matrix. If they differ, or if it fails later, one line says so and the merger's processor goes on, to the same
-bits. A merger with it and one without can take over from each other.
+bits. It does so, too, for each shape that the accelerator refuses, which may have no room for it. A merger with it and
+one without can take over from each other.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ MEMORY_SHARE: Final = 0.1
 LANES: Final = 4
 
 
+class _RefusedError(RuntimeError):
+    """The accelerator cannot change a matrix, such as for lack of memory. It may be able to change others."""
+
+
 class Accelerator:
     """A process that changes spectra. It starts when the first large matrix is changed.
 
@@ -49,6 +54,7 @@ class Accelerator:
         self._lock = threading.Lock()  # of what follows
         self._helper: _Helper | None = None
         self._is_tried = False
+        self._refused: set[tuple[int, ...]] = set()  # shapes that are not tried again
 
     def __call__(self) -> Power | None:
         """Return what changes large matrices."""
@@ -72,9 +78,13 @@ class Accelerator:
             self._end(helper, error)
 
     def _power(self, matrix_RC: Matrix, exponent: float) -> Matrix:
-        if helper := self._helper:
+        if (helper := self._helper) and matrix_RC.shape not in self._refused:
             try:
                 return helper.changed(matrix_RC, exponent)
+            except _RefusedError as error:
+                what = "%s refuses matrices of %d × %d (%s), so this processor changes them"
+                log.warning(what, self._platform, *matrix_RC.shape, error)
+                self._refused.add(matrix_RC.shape)
             except (OSError, EOFError, RuntimeError) as error:
                 with self._lock:
                     if self._helper is helper:  # other threads find the same
@@ -109,7 +119,7 @@ class _Helper:
 
         Raises:
             OSError, EOFError: It has ended.
-            RuntimeError: It cannot do this, or does not answer.
+            RuntimeError: It refuses this matrix, or does not answer.
         """
         lane = self._lanes.get()
         try:
@@ -145,7 +155,7 @@ class _Lane:
         if not self._pipe.poll(PATIENCE_SECONDS):
             raise RuntimeError(f"no answer within {PATIENCE_SECONDS:.0f} s")
         if fault := self._pipe.recv():
-            raise RuntimeError(fault)
+            raise _RefusedError(fault)
         return shared_RC.copy()
 
 

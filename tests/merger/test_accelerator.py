@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from archipelago.merger import accelerator, xla_spectra
 from archipelago.merger.accelerator import Accelerator
-from archipelago.merger.spectra import Matrix, Power, Spectra
+from archipelago.merger.spectra import Matrix, Power, Spectra, with_power
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
@@ -35,20 +36,54 @@ def changed(compiled: Callable[[], Power | None]) -> dict[tuple[float, float], b
 @pytest.mark.processes
 def test_a_process_comes_to_the_same_bits_and_may_die(caplog: pytest.LogCaptureFixture) -> None:
     before, expected = set(multiprocessing.active_children()), changed(lambda: None)
-    accelerator = Accelerator("cpu", otherwise=lambda: None)
-    assert changed(accelerator) == expected
+    spectra = Accelerator("cpu", otherwise=lambda: None)
+    assert changed(spectra) == expected
     assert not caplog.records
     (process,) = set(multiprocessing.active_children()) - before
     process.kill()
     process.join()
-    assert changed(accelerator) == changed(accelerator) == expected
+    assert changed(spectra) == changed(spectra) == expected
     assert len(caplog.records) == 1
 
 
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_machine_without_an_accelerator_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator("none", otherwise=lambda: None)
-    assert changed(accelerator) == changed(lambda: None)
+    spectra = Accelerator("none", otherwise=lambda: None)
+    assert changed(spectra) == changed(lambda: None)
     assert len(caplog.records) == 1
     assert "on none failed" in caplog.text
+
+
+@pytest.mark.processes
+def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A forked process has the accelerator of this test, which has no room for one shape.
+    large, small = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((300, 1500), (20, 30)))
+
+    def power(matrix_RC: Matrix, exponent: float) -> Matrix:
+        if matrix_RC.shape == large.shape:
+            raise MemoryError("no room")
+        return with_power(matrix_RC, exponent)
+
+    monkeypatch.setattr(accelerator, "get_context", lambda method: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(xla_spectra, "on_device", lambda device: power)
+    here = list[tuple[int, ...]]()
+
+    def this(matrix_RC: Matrix, exponent: float) -> Matrix:
+        here.append(matrix_RC.shape)
+        return with_power(matrix_RC, exponent)
+
+    before = set(multiprocessing.active_children())
+    changing = Accelerator("cpu", otherwise=lambda: this)()
+    assert changing is not None
+    for matrix_RC in (large, small, large, small):
+        np.testing.assert_array_equal(changing(matrix_RC, 0.0), with_power(matrix_RC, 0.0))
+    assert here == [large.shape] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "cpu refuses matrices of 300 × 1500 (MemoryError: no room), so this processor changes them"
+    ]
+    (process,) = set(multiprocessing.active_children()) - before
+    process.kill()
+    process.join()
