@@ -43,8 +43,8 @@ HALVED = 32
 PIECE = 128 * TOP_BLOCK
 #: JAX on a CPU takes arrays without a copy that begin at a multiple of this number of bytes.
 ALIGNMENT = 64
-#: A block whose magnitudes are below TINY becomes zero, as some devices flush smaller numbers. Magnitudes are clipped
-#: to HUGE.
+#: A block whose magnitudes are below TINY becomes zero, as some devices flush smaller numbers. A block with a magnitude
+#: above HUGE, with infinity or with NaN is unsound: its scale is NaN, and its codes are those of zero.
 TINY, HUGE = np.float32(2.0**-100), np.float32(2.0**110)
 
 
@@ -185,14 +185,17 @@ def _from_bfloat16(bits: Array, xp: Any) -> Array:
 
 
 def _scales(top: Array, xp: Any) -> tuple[Array, Array]:
-    """Return the scales as uint16 bits, and the divisor of each block, which is 1 where a block is zero."""
+    """Return the scales as uint16 bits, and the divisor of each block: 1 where it is zero, infinity where unsound."""
     bits = _to_bfloat16(xp.where(top < TINY, np.float32(0), top), xp)
     scale = _from_bfloat16(bits, xp)
-    return bits, xp.where(scale > 0, scale, np.float32(1))
+    return bits, xp.where(scale > 0, scale, xp.where(xp.isnan(scale), np.float32(np.inf), np.float32(1)))
 
 
 def _ratios(rows: Array, divisor: Array, xp: Any) -> Array:
     """Return the rows, each multiplied by the reciprocal of its divisor: every device must send the same bits.
+
+    The rows of unsound blocks become zeros. No ratio rounds to more than its largest code, although a scale is rounded
+    to bfloat16: 127 (1 + 2^-8) is below 127.5.
 
     XLA approximates divisions on GPUs, except by a power of two. So a table has the reciprocals of the 128 mantissas
     that a divisor, which is a bfloat16 number, can have. The division comes last because XLA repeats what is cheaper
@@ -201,7 +204,10 @@ def _ratios(rows: Array, divisor: Array, xp: Any) -> Array:
     bits = divisor.view(np.uint32)
     whole = xp.take(RECIPROCALS, (bits >> np.uint32(16)) & np.uint32(127), mode="clip")
     power = (bits & np.uint32(0x7F800000)).view(np.float32)
-    return rows * (whole / power)[:, None]
+    ratios = rows * (whole / power)[:, None]
+    if xp is np and np.isfinite(divisor).all():  # the usual case, which needs half the passes over memory
+        return ratios
+    return xp.where(xp.isnan(ratios), np.float32(0), ratios)
 
 
 def _magnitudes(values: Array) -> Array:
@@ -213,7 +219,7 @@ def _magnitudes(values: Array) -> Array:
 
 
 def _tops(blocks: Array, xp: Any) -> Array:
-    """Return the largest magnitude of each row, at most HUGE; NaN if the row contains NaN or infinity.
+    """Return the largest magnitude of each row; NaN if it is above HUGE, or the row contains NaN or infinity.
 
     The row length must be a power of two.
     """
@@ -222,21 +228,13 @@ def _tops(blocks: Array, xp: Any) -> Array:
         half = magnitudes.shape[1] // 2
         magnitudes = xp.maximum(magnitudes[:, :half], magnitudes[:, half:])
     top = xp.max(magnitudes, axis=1).view(np.float32)
-    return xp.where(xp.isfinite(top), xp.minimum(top, HUGE), np.float32(np.nan))
-
-
-def _rounded(ratio: Array, most: int, xp: Any) -> Array:
-    """Round to whole numbers within ±most. NaN becomes 0, because the scale of its block is NaN already."""
-    if xp is np and not np.isnan(ratio).any():  # the usual case, which needs half the passes over memory
-        whole = np.rint(ratio)
-        return np.clip(whole, np.float32(-most), np.float32(most), out=whole)
-    return xp.clip(xp.where(xp.isnan(ratio), np.float32(0), xp.round(ratio)), -most, most)
+    return xp.where(top <= HUGE, top, np.float32(np.nan))
 
 
 def _quantise_int8(values_N: Array, xp: Any) -> Parts:
     blocks = _blocks(values_N, INT8_BLOCK, xp)
     bits, divisor = _scales(_tops(blocks, xp) * np.float32(1 / 127), xp)
-    return bits, _rounded(_ratios(blocks, divisor, xp), 127, xp).astype(np.int8).reshape(-1)
+    return bits, xp.rint(_ratios(blocks, divisor, xp)).astype(np.int8).reshape(-1)
 
 
 def _restore_int8(parts: Parts, elements: int, xp: Any) -> Array:
@@ -255,14 +253,11 @@ def _quantise_int4(values_N: Array, xp: Any) -> Parts:
 
 
 def _int4_codes(ratio: Array, xp: Any) -> Array:
-    """Return the ratios rounded to whole numbers within ±7, plus 8, as uint32. NaN becomes 8 (see `_rounded`).
+    """Return the ratios rounded to whole numbers, plus 8, as uint32.
 
     Adding ROUNDER rounds to nearest, ties to even, and leaves the sum's integer in the lowest bits of its mantissa.
     """
-    if xp is not np or np.isnan(ratio).any():  # the usual case in numpy needs fewer passes over memory
-        ratio = xp.where(xp.isnan(ratio), np.float32(0), ratio)
-    rounded = xp.clip(ratio, np.float32(-7), np.float32(7)) + ROUNDER
-    return rounded.view(np.uint32) & np.uint32(15)
+    return (ratio + ROUNDER).view(np.uint32) & np.uint32(15)
 
 
 def _restore_int4(parts: Parts, elements: int, xp: Any) -> Array:
@@ -285,7 +280,7 @@ def _quantise_top(values_N: Array, xp: Any) -> Parts:
     kept = _largest(blocks, TOP_KEPT, xp)
     values = xp.take_along_axis(blocks, kept, axis=1)
     _, divisor = _scales(top, xp)
-    whole = _rounded(_ratios(xp.abs(values), divisor, xp) * TOP_UNITS, 2 * int(TOP_UNITS), xp).astype(np.int32)
+    whole = xp.rint(_ratios(xp.abs(values), divisor, xp) * TOP_UNITS).astype(np.int32)
     large = whole >= TOP_LARGE
     scales = [_mean(whole, large, xp) * divisor, _mean(whole, ~large, xp) * divisor]
     scales = [xp.where(xp.isnan(top), top, xp.where(top < TINY, np.float32(0), scale)) for scale in scales]

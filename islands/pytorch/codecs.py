@@ -81,29 +81,34 @@ def _from_bfloat16(bits: Tensor) -> Tensor:
 
 
 def _scales(top: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales as the bits of bfloat16, and the divisor of each block, which is 1 where a block is zero."""
+    """Return the scales as the bits of bfloat16, and each block's divisor: 1 where zero, infinity where unsound."""
     bits = _to_bfloat16(torch.where(top < float(TINY), 0.0, top))
     bits = bits.masked_fill(top.isnan(), _NAN)  # CUDA's arithmetic gives NaN other bits than a CPU's
     scale = _from_bfloat16(bits)
-    return bits, torch.where(scale > 0, scale, 1.0)
+    return bits, torch.where(scale > 0, scale, 1.0).masked_fill_(scale.isnan(), torch.inf)
 
 
 def _tops(blocks: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, at most HUGE; NaN if the row contains NaN or infinity."""
+    """Return the largest magnitude of each row; NaN if it is above HUGE, or the row contains NaN or infinity."""
     least, most = blocks.aminmax(dim=1)
     top = torch.maximum(-least, most)
-    return torch.where(top.isfinite(), top.clamp(max=float(HUGE)), torch.nan)
+    return torch.where(top <= float(HUGE), top, torch.nan)
 
 
-def _clipped(rows: Tensor, divisor: Tensor, most: int) -> Tensor:
-    """Return the rows, each divided by its divisor, within ±most. NaN becomes 0: its block's scale is NaN already."""
-    return (rows * (1.0 / divisor)[:, None]).nan_to_num_(0.0, most, -most).clamp_(-most, most)
+def _ratios(rows: Tensor, divisor: Tensor) -> Tensor:
+    """Return the rows, each divided by its divisor. Those of unsound blocks are zeros and NaN."""
+    return rows * (1.0 / divisor)[:, None]
+
+
+def _sound(codes: Tensor, divisor: Tensor, zero: int) -> Tensor:
+    """Write the code of zero into the rows of unsound blocks. Codes have fewer bytes to pass over than ratios."""
+    return codes.masked_fill_(divisor.isinf()[:, None], zero)
 
 
 def _quantise_int8(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, INT8_BLOCK)
     bits, divisor = _scales(_tops(blocks) * (1 / 127))
-    return bits, _clipped(blocks, divisor, 127).round_().to(torch.int8).reshape(-1)
+    return bits, _sound(_ratios(blocks, divisor).round_().to(torch.int8), divisor, 0).reshape(-1)
 
 
 def _restored(codes: Tensor, bits: Tensor) -> Tensor:
@@ -120,9 +125,9 @@ def _quantise_int4(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, INT4_BLOCK)
     bits, divisor = _scales(_tops(blocks) * (1 / 7))
     # Adding ROUNDER leaves the code in the lowest four bits of a float32.
-    codes = _clipped(blocks, divisor, 7).add_(float(ROUNDER)).view(torch.int32).to(torch.uint8)
+    codes = _ratios(blocks, divisor).add_(float(ROUNDER)).view(torch.int32).to(torch.uint8)
     half = INT4_BLOCK // 2
-    return bits, ((codes[:, :half] & 15) | (codes[:, half:] << 4)).reshape(-1)
+    return bits, _sound((codes[:, :half] & 15) | (codes[:, half:] << 4), divisor, 0x88).reshape(-1)
 
 
 def _restore_int4(parts: Parts, elements: int) -> Tensor:
@@ -138,7 +143,7 @@ def _quantise_top(values_N: Tensor) -> Parts:
     kept = _largest(blocks, TOP_KEPT)
     values = blocks.gather(1, kept)
     _, divisor = _scales(top)
-    whole = _clipped(values.abs(), divisor, 2).mul_(float(TOP_UNITS)).round_().to(torch.int32)
+    whole = _sound(_ratios(values.abs(), divisor).mul_(float(TOP_UNITS)).round_().to(torch.int32), divisor, 0)
     large = whole >= TOP_LARGE
     scales = [_mean(whole, large) * divisor, _mean(whole, ~large) * divisor]
     scales = [torch.where(top.isnan(), top, torch.where(top < float(TINY), 0.0, scale)) for scale in scales]

@@ -155,6 +155,16 @@ def test_the_error_is_within_its_bound(name: str, values_N: Vector) -> None:
     assert np.all(off_N <= samples.codec_error_bound(name, values_N).astype(np.float64))
 
 
+def test_the_largest_value_of_a_block_fits_its_code_however_its_scale_is_rounded() -> None:
+    halfway_S = (np.arange(128, dtype=np.uint32) << 16 | 0x3F808000).view(np.float32)  # between two bfloat16 numbers
+    for name, most in (("int8", 127), ("int4", 7)):
+        near = [np.nextafter(halfway_S * np.float32(most), np.float32(to)) for to in (0, np.inf)]
+        tops = np.concatenate([*near, halfway_S * np.float32(most)])
+        values_N = np.repeat(np.concatenate([tops, -tops]), codec(name).block)
+        off_N = np.abs(decoded(name, values_N) - values_N)
+        assert np.all(off_N <= samples.codec_error_bound(name, values_N)), name
+
+
 @pytest.mark.parametrize("name", CODECS)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_error_that_the_sender_keeps_shrinks(name: str, seed: int) -> None:

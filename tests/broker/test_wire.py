@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.codecs import CODECS, PIECE, Vector, codec
+from archipelago.broker.codecs import CODECS, HUGE, PIECE, Vector, codec
 from archipelago.broker.errors import WireError
 from archipelago.broker.wire import (
     HEADER_BYTES_MAX,
@@ -74,7 +74,7 @@ def refused(payload: bytes, elements: int = ELEMENTS) -> str:
 
 
 @given(
-    st.lists(st.floats(-(2.0**127), 2.0**127, width=32), max_size=50),
+    st.lists(st.floats(-float(HUGE), float(HUGE), width=32), max_size=50),
     st.sampled_from(sorted(CODECS)),
     st.integers(0, 3),
 )
