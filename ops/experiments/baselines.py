@@ -8,6 +8,7 @@ except that sums are taken in the order of one machine.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -94,14 +95,15 @@ def train(work: Workload, workers: int, steps: int, progress: Progress, params: 
     state = work.begin(model.init() if params is None else params)
     inner = work.steps if workers == 1 else compiled_steps(model, config.inner, workers)
     reader, point = Reader(work), scoring(work)
-    chunks, wanted = max(1, steps // CHUNK_STEPS), evaluations(config)
+    chunks, wanted = math.ceil(steps / CHUNK_STEPS), evaluations(config)
     marks = {round(chunks * (i + 1) / wanted) for i in range(wanted)}
     progress(point(0, state.params))
     for chunk in range(chunks):
         clock = jnp.asarray(chunk * CHUNK_STEPS * length // steps, jnp.int32)
-        batches = reader.next(CHUNK_STEPS * workers)
+        left = steps - chunk * CHUNK_STEPS
+        batches = reader.next(min(CHUNK_STEPS, left) * workers)
         if workers > 1:
-            batches = jax.tree.map(lambda x: x.reshape(CHUNK_STEPS, workers, *x.shape[1:]), batches)
+            batches = jax.tree.map(lambda x: x.reshape(-1, workers, *x.shape[1:]), batches)
         state, _ = inner(state, jax.device_put(batches), clock, jnp.asarray(length, jnp.int32))
         if chunk + 1 in marks:
             progress(replace(point(reader.tokens, state.params), share=(chunk + 1) / chunks))

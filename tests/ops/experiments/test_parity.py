@@ -274,6 +274,17 @@ def test_data_parallel_takes_the_mean_of_the_gradients() -> None:
     assert two[-1].bits_per_byte == pytest.approx(one[-1].bits_per_byte, rel=1e-5)
 
 
+def test_data_parallel_reads_as_many_tokens_as_the_islands_whatever_their_steps() -> None:
+    work = task_work()
+    reader = Reader(work)
+    reader.next(1)
+    for steps in (1, 7, 15, 24):
+        points: list[CurvePoint] = []
+        baselines.train(work, 2, steps, points.append)
+        assert points[-1].tokens == 2 * steps * reader.tokens, steps
+        assert points[-1].share == 1.0
+
+
 def test_a_reader_without_a_run_reads_all_shards_pass_after_pass() -> None:
     leases = AllShards()
     leases.offer(["b", "a"])
