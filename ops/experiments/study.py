@@ -310,8 +310,8 @@ def baseline(row: TrialRow, rows: Sequence[TrialRow]) -> TrialRow | None:
     """Return the row that a row is compared with.
 
     For a row with hostile islands this is the run in which they are absent, and for an honest row with the merger's
-    scores the same row without them, if the study has it. All others are compared with the best data-parallel row with
-    the same number of islands and of tokens.
+    scores the same row without them, if the study has it. All others are compared with the best data-parallel row of
+    the same model and data, with the same number of islands and of tokens.
     """
     honest = [other for other in rows if not other.settings["hostile"] and _identity(other) == _identity(row)]
     if row.settings["hostile"] or row.settings.get("merge.scores"):
@@ -323,9 +323,14 @@ def baseline(row: TrialRow, rows: Sequence[TrialRow]) -> TrialRow | None:
     same = [
         other for other in rows
         if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
-        and abs(other.tokens / row.tokens - 1) <= SAME_TOKENS
+        and abs(other.tokens / row.tokens - 1) <= SAME_TOKENS and _data(other) == _data(row)
     ]  # fmt: skip
     return min(same, key=lambda other: other.mean, default=None)
+
+
+def _data(row: TrialRow) -> dict[str, Any]:
+    """Return the settings of a row's model and data."""
+    return {name: value for name, value in row.settings.items() if name.startswith(("model.", "data."))}
 
 
 def _identity(row: TrialRow) -> tuple[Any, ...]:

@@ -102,13 +102,15 @@ class Trial:
             and 0 <= self.hostile < self.islands
             and (not self.hostile or self.attack in ATTACKS)
             and set(self.frameworks.split()) <= {"jax", "pytorch"}
+            and not (self.frameworks and (self.hostile or self.apart or self.sending))
         )
         if not is_possible:
             asked = {name: getattr(self, name) for name in OWN if getattr(self, name) != OWN[name]}
             raise ConfigError(
                 f"a study cannot have a trial of {asked}",
                 f"The kinds are {', '.join(KINDS)}. Of 1 to {ISLANDS_MAX} islands, one is not slow, one not hostile; "
-                f"attacks are {', '.join(ATTACKS)}; frameworks are jax and pytorch.",
+                f"attacks are {', '.join(ATTACKS)}; frameworks are jax and pytorch, whose islands are honest, read the "
+                "same text and send at once.",
                 code="study.trial",
             )
 

@@ -59,6 +59,9 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
         {"hostile": 1, "attack": "none"},
         {"hostile": 4, "attack": "flip"},
         {"hostile": -1, "attack": "flip"},
+        {"frameworks": "jax", "hostile": 1, "attack": "flip"},
+        {"frameworks": "pytorch", "apart": True},
+        {"frameworks": "jax", "sending": 2.0},
     ]
     for values in wrong:
         with failing(ConfigError, "study.trial"):
@@ -116,6 +119,7 @@ def test_the_baseline_is_the_best_with_as_many_islands_and_tokens() -> None:
         (trial_of("parallel", inner__learning_rate=9.0), None, 1000),
         (trial_of("parallel", islands=4), 1.0, 1000),
         (trial_of("parallel", inner__steps=99), 1.0, 3000),
+        (trial_of("parallel", model__size="small"), 1.0, 1000),
         (trial_of(), 2.1, 1010),
     )
     found = baseline(rows[-1], rows)
