@@ -15,6 +15,7 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import footprint, has_momentum, merger_parts, redis_parts
 from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.weights import cycle_work, spectra_bytes
@@ -28,8 +29,6 @@ MERGER_SHARE_MAX: Final = 0.9
 SHARE_MAX: Final = 0.7
 #: The threads that change spectra in each merger, for its memory.
 THREADS: Final = 8
-#: A run has no more fragments (`sync.fragments`).
-FRAGMENTS_MAX: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def fitting_cycle(
     The memory is that of a machine with a merger, and of one with a Redis primary. `fragments` counts those of each
     shard.
     """
-    for shards in range(1, FRAGMENTS_MAX // fragments + 1):
+    for shards in range(1, SHARDS_MAX + 1):
         found = cycle(config, parameters, fragments * shards, islands, shards, tensors=tensors)
         if (
             found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes

@@ -15,6 +15,7 @@ from archipelago.broker.config import MergeConfig, RunConfig, checked
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import print_json
+from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.settings import flags, say
 from archipelago.ops.simulation.cycle import (
     LADDER,
@@ -159,7 +160,7 @@ def plan(options: PlanOptions) -> RunPlan:
         fleets=tuple(fleets),
         fleet=fleet,
         way=way,
-        fragments=min(way.interval, FRAGMENTS_MAX) * planned.shards,
+        fragments=_fragments(options.model, way) * planned.shards,
         step_seconds=step_seconds,
         load=need,
         fits=fits,
@@ -242,7 +243,7 @@ def _way(
     tensors = tensors_of(options.model)
     for way in LADDER:
         config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
-        of_run = (config, parameters, min(way.interval, FRAGMENTS_MAX), islands)
+        of_run = (config, parameters, _fragments(options.model, way), islands)
         fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors)
         planned = fitting or cycle(*of_run, tensors=tensors)
         need = load(parameters, islands, way.interval * step_seconds, way)
@@ -251,6 +252,11 @@ def _way(
         if fits or way is LADDER[-1]:
             return way, need, fits, planned, fitting is not None
     raise AssertionError("the ladder has a last way")
+
+
+def _fragments(model: str, way: Way) -> int:
+    """Return the fragments of each shard. Each has a whole tensor at least."""
+    return min(way.interval, FRAGMENTS_MAX, FRAGMENTS_MAX if _is_number(model) else len(tensors_of(model)))
 
 
 # -- models and tokens in words ---------------------------------------------------------------------------------------
@@ -301,8 +307,10 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
     """Return the lines of the page."""
     way, need, fleet = found.way, found.load, found.fleet
     interval_seconds = way.interval * found.step_seconds
-    fails, settings = seconds_text(options.hours_between * 3600), f"--sync.interval {way.interval}"
-    settings += f" --sync.fragments {found.fragments} --wire.up {way.up} --wire.down {way.down}"
+    fails = seconds_text(options.hours_between * 3600)
+    settings = "" if _is_number(options.model) else f"--model.size {options.model} "
+    settings += f"--sync.interval {way.interval} --sync.fragments {found.fragments}"
+    settings += f" --wire.up {way.up} --wire.down {way.down}"
     settings += f" --shards {found.cycle.shards}" if found.cycle.shards > 1 else ""
     settings = " ".join([settings, *flags(RunConfig(merge=options.merge))])
     return [
@@ -351,7 +359,7 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
     shards = found.cycle.shards
     machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
     if not found.has_room:
-        return f"S = ?     TOO LARGE for machines of {machines}, with any number of shards"
+        return f"S = ?     TOO LARGE for machines of {machines}, with up to {SHARDS_MAX} shards"
     if shards == 1:
         return f"S = 1     shard: machines of {machines} are enough"
     return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, WireConfig, checked
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, WireConfig
 from archipelago.broker.footprint import MERGER_BASE, footprint
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor
+from archipelago.broker.shards.layout import SHARDS_MAX
+from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.islands.models.registry import build
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.weights import cycle_work, spectra_bytes
 from archipelago.ops.simulation.cycle import (
-    FRAGMENTS_MAX,
     MERGER_SHARE_MAX,
     REDIS_BASE,
     WAYS,
@@ -27,7 +27,6 @@ from archipelago.ops.simulation.cycle import (
     footprint_here,
     spectra_loads,
 )
-from tests.failing import failing
 
 CONFIG = RunConfig()
 PARAMETERS = 1 << 30
@@ -42,12 +41,6 @@ def test_bytes_are_those_of_the_codecs() -> None:
     rounded = cycle(replace(CONFIG, wire=WireConfig(up="top3", down="bfloat16")), PARAMETERS, 128, 3)
     assert rounded.bytes_up == codec("top3").encoded_size(PARAMETERS)
     assert rounded.bytes_down == 2 * PARAMETERS
-
-
-def test_the_most_fragments_are_those_of_a_run() -> None:
-    assert checked({"sync": {"fragments": FRAGMENTS_MAX}}).sync.fragments == FRAGMENTS_MAX
-    with failing(ConfigError, "config.value"):
-        checked({"sync": {"fragments": FRAGMENTS_MAX + 1}})
 
 
 def test_shards_divide_what_one_machine_holds_and_does() -> None:
@@ -75,6 +68,9 @@ def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
     fitting, tight = (cycle(CONFIG, PARAMETERS, 24 * s, 2, s).merger_bytes for s in (small, small - 1))
     assert fitting <= MERGER_SHARE_MAX * 16e9 < tight
     assert shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "merger_bytes": 1e8}) == 0, "not even the process"
+    most, more = (cycle(CONFIG, PARAMETERS, 24 * s, 2, s).redis_bytes / MEMORY_SHARE_MAX for s in (64, 65))
+    assert shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "redis_bytes": most + 1}) == SHARDS_MAX
+    assert shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "redis_bytes": more + 1}) == 0, "no run has as many"
 
 
 # -- spectra -----------------------------------------------------------------------------------------------------------

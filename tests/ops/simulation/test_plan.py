@@ -11,6 +11,7 @@ import pytest
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.islands.models.registry import build
 from archipelago.ops.commands import run
 from archipelago.ops.simulation.cycle import LADDER, SHARE_MAX
 from archipelago.ops.simulation.plan import (
@@ -104,7 +105,10 @@ def test_a_model_that_needs_several_machines_gets_shards() -> None:
     assert any("TOO LARGE" in line for line in page(tiny, plan(tiny)))
     one = page(SPOT, plan(SPOT))
     assert any(line.startswith("S = 1 ") for line in one)
-    assert "--shards" not in one[-1]
+    assert "--shards" not in one[-1] and "--model.size" not in one[-1]
+    named = replace(SPOT, model="tiny")
+    assert plan(named).fragments == len(build("tiny").tensors) < 24
+    assert "--model.size tiny" in page(named, plan(named))[-1]
 
 
 def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:
