@@ -148,9 +148,9 @@ def rejoins(storm: StormRecord) -> list[Figures]:
 
 def _rejoin(storm: StormRecord, kill: ProcessEvent) -> Figures:
     later = [e for e in storm.events if e.process == kill.process and e.at > kill.at]
-    next_kill = min((e.at for e in later if e.what in ("kill", "died")), default=math.inf)
-    started = min((e.at for e in later if e.what == "start"), default=math.nan)
-    turns = [turn for turn in storm.turns.get(kill.process, ()) if kill.at < turn.at < next_kill]
+    end = min((e.at for e in later if e.what in ("kill", "died")), default=storm.end)
+    started = min((e.at for e in later if e.what == "start" and e.at < end), default=math.nan)
+    turns = [turn for turn in storm.turns.get(kill.process, ()) if kill.at < turn.at < end]
     first, contributed = math.nan, math.nan
     if turns:
         first, newcomer = turns[0].at, (kill.process, turns[0].who)
@@ -159,7 +159,7 @@ def _rejoin(storm: StormRecord, kill: ProcessEvent) -> Figures:
             for entry in storm.tape
             if any((m.island, m.incarnation) == newcomer for m in entry.members)
         ]
-        contributed = min(merged, default=math.nan)
+        contributed = min((at for at in merged if at < end), default=math.nan)
     return {
         "island": kill.process,
         "at": kill.at - storm.begin,

@@ -32,6 +32,7 @@ from archipelago.ops.chaos.figures import REPORT, Figures, figures, headlines, w
 from archipelago.ops.chaos.processes import RunProcesses, StormPlan, monotonic, parse_script, read_turn_log
 from archipelago.ops.chaos.record import Identity, LoggedTurn, StormRecord, step_seconds
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
+from archipelago.ops.launch.embedded_redis import url_of_running
 from archipelago.ops.launch.init import trainable, workload_of
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import say
@@ -162,12 +163,17 @@ def _faults(options: ChaosOptions) -> list[Fault]:
 
 
 def _prepare_folder(folder: Path) -> None:
-    """Make an empty folder. Delete an earlier storm, but raise ConfigError if the folder holds anything else."""
+    """Make an empty folder. Delete an earlier storm, but raise ConfigError if it still runs, or for anything else."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / SCHEDULE).exists():
             raise ConfigError(
                 f"{folder} is not empty and holds no storm", "Name another run with --run.", code="chaos.foreign-folder"
             )
+        if any(url_of_running(each) for each in folder.glob("*/redis")):
+            raise ConfigError(
+                f"the storm in {folder} still runs", "Wait for its end, or name another run with --run.",
+                code="chaos.running",
+            )  # fmt: skip
         shutil.rmtree(folder)
     make_untracked(folder)
     (folder / SCHEDULE).touch()
@@ -199,7 +205,9 @@ def _storm(
         from archipelago.ops.chaos.baseline import run_baseline
 
         say("data-parallel training under the same faults, for comparison")
-        own = dataclasses.replace(plan, folder=folder / "baseline", seconds=storm.seconds)
+        own = dataclasses.replace(
+            plan, folder=folder / "baseline", seconds=storm.seconds, step_seconds=storm.step_seconds
+        )
         found = figures(storm, control, run_baseline(own, stopped))
         write(folder, found, command)
     _print(found, folder)

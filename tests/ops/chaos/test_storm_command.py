@@ -179,7 +179,7 @@ def test_the_baseline_runs_under_the_faults_of_the_storm(
     (ours,), (plan,) = played.storms, played.baselines
     assert plan.folder != ours.folder
     assert plan.faults == ours.faults and plan.faults
-    assert plan.step_seconds == ours.step_seconds
+    assert plan.step_seconds == played.record.step_seconds, "goodput is measured in steps of the islands"
     assert plan.config == ours.config
     assert "goodput 20.0%" in capsys.readouterr().err
     played.failing = ArchipelagoError("interrupted", code="chaos.interrupted")
@@ -230,6 +230,18 @@ def test_only_the_folder_of_a_storm_is_deleted(played: Played, tmp_path: Path) -
         assert main(ChaosOptions("new", islands=2, undisturbed=False)) == 0
         assert not (tmp_path / "runs" / "new" / "more").exists()
         (tmp_path / "runs" / "new" / "more").touch()
+
+
+def test_the_folder_of_a_storm_that_still_runs_is_left_alone(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(ChaosOptions(undisturbed=False)) == 0
+    redis = tmp_path / "runs/chaos/storm/redis"
+    redis.mkdir(parents=True)
+    monkeypatch.setattr(chaos, "url_of_running", lambda folder: "redis://x" if folder.resolve() == redis else "")
+    with failing(ConfigError, "chaos.running"):
+        main(ChaosOptions(undisturbed=False))
+    assert redis.exists()
 
 
 def test_a_truncated_line_of_a_turn_log_is_skipped(tmp_path: Path) -> None:

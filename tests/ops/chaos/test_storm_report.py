@@ -106,6 +106,15 @@ def test_an_island_that_is_killed_again_before_it_trains_has_not_rejoined() -> N
     assert second["total_seconds"] == pytest.approx(1.5)
 
 
+def test_what_is_merged_after_the_storm_or_the_next_kill_is_no_return() -> None:
+    one = storm()
+    killed_again = replace(one, events=(*one.events, ProcessEvent(106.9, "b", "kill")))
+    for ended in (replace(one, end=106.9), killed_again):
+        first = rejoins(ended)[0]
+        assert first["start_seconds"] == pytest.approx(1.05)
+        assert math.isnan(first["merge_seconds"]) and math.isnan(first["total_seconds"])
+
+
 def test_a_stopped_island_is_stopped_until_it_continues() -> None:
     one = storm()
     stop = (ProcessEvent(101.0, "a", "stop"), ProcessEvent(103.0, "a", "continue"))
