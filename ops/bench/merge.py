@@ -171,7 +171,7 @@ MANY, QUICK_MANY, MANY_ELEMENTS = (16, 256), (4, 16), 1 << 14
 #: Contributions that are measured, and rounds before them: the merger compiles, and meets the islands.
 MANY_CONTRIBUTIONS, MANY_WARM_UPS = 3072, 3
 #: A contribution may cost this share more with many islands.
-GOAL_MANY = 1 / 1.1
+GOAL_MANY = 1.1
 #: How much of a contribution is the same in all of them, so that islands agree as honest ones do.
 SHARED = 0.7
 
@@ -184,7 +184,7 @@ def many_islands(few: int, many: int, elements: int, contributions: int) -> list
     """
     theirs, mine = (_merger_seconds(islands, elements, max(1, contributions // islands)) for islands in (few, many))
     what = f"a contribution of {elements:,} with {many} islands, merger's processor time, ms"
-    return [ratio_row(what, 1e3 * mine, f"with {few} islands", 1e3 * theirs, theirs / mine, GOAL_MANY)]
+    return [ratio_row(what, 1e3 * mine, f"with {few} islands", 1e3 * theirs, goal=GOAL_MANY)]
 
 
 def _merger_seconds(islands: int, elements: int, rounds: int) -> float:
