@@ -28,12 +28,14 @@ class FragmentCount:
 
     Attributes:
         version: The version from which the progress is measured.
+        held: The digest of its parameters.
         newest: The newest version that was announced.
         steps: Inner steps since that version or since the last sending.
         tokens: Tokens of those steps.
     """
 
     version: int = 0
+    held: str = ""
     newest: int = 0
     steps: int = 0
     tokens: int = 0
@@ -71,7 +73,7 @@ class Ledger:
     """The counts of one island.
 
     Attributes:
-        global_step: The clock of the learning-rate schedule.
+        global_step: The clock of the learning-rate schedule. It goes back when the run does.
         merged_step: The run's step at the newest merge that the island knows of.
     """
 
@@ -172,13 +174,20 @@ class Ledger:
     def adopted(self, snapshot: Snapshot, keeps_progress: bool) -> None:
         """Measure a fragment from an adopted snapshot. With `keeps_progress`, its unsent steps stay counted."""
         count = self.counts[snapshot.fragment]
-        count.version = snapshot.version
+        if snapshot.version < count.version:  # the run went back, and its clock with it
+            self.global_step = self.merged_step = snapshot.step
+        count.version, count.held = snapshot.version, snapshot.held
         count.newest = max(count.newest, snapshot.version)
         if not keeps_progress:
             self._zero(snapshot.fragment)
         self._close(snapshot.round)
         self.global_step = max(self.global_step, snapshot.step)
         self.merged_step = max(self.merged_step, snapshot.step)
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Return whether a fragment's progress is measured from these parameters."""
+        count = self.counts[snapshot.fragment]
+        return (count.version, count.held) == (snapshot.version, snapshot.held)
 
     def farewells(self) -> list[int]:
         """Return the next round of each fragment with unsent progress. A departing island contributes to these."""

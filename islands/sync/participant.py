@@ -236,12 +236,12 @@ class Participant:
         return is_due
 
     def adopt(self, arrival: Arrival) -> None:
-        """Adopt a snapshot between two inner steps, unless the island holds this version already.
+        """Adopt a snapshot between two inner steps, unless the island holds these parameters already.
 
-        An older version is adopted too, because a broker that lost its data has lost the newer version.
+        An older version, or another one of the same number, is adopted too: a broker may have lost rounds.
         """
         snapshot = arrival.snapshot
-        if snapshot.version == self.ledger.counts[snapshot.fragment].version:
+        if self.ledger.holds(snapshot):
             return
         self.parameters.replace(self._replica.adopt(snapshot.fragment, self.parameters.named(), arrival.params_N))
         self.ledger.adopted(snapshot, self._replica.rule.keeps_progress)

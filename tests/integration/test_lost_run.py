@@ -97,9 +97,13 @@ def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp
         lost.redis.reader.manifest()
     assert f"--resume {tmp_path / 'merger'}`" in looked.value.remedy, "status and the page show it"
 
+    step = lost.trained.ledger.global_step
     lost.resume()
     assert 0 < lost.merger.state.closed < lost.closed
-    lost.play(lost.trained, 40)
+    restored = lost.merger.state.step
+    lost.play(lost.trained, 3)
+    assert restored <= lost.trained.ledger.global_step < step, "its clock goes back, too, so the steps are made again"
+    lost.play(lost.trained, 37)
     assert lost.merger.state.closed > lost.closed
     assert lost.redis.reader.uid() == lost.manifest.uid
     with failing(RunExistsError):

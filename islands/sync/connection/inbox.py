@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.commits import START
+from archipelago.broker.commits import START, entry_id
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
@@ -186,7 +186,7 @@ class Inbox:
             for each in events:
                 self._hear(each)
                 # The training thread needs no identities, and may take these events much later.
-                self._hand_over(replace(each, merged="") if isinstance(each, Snapshot) else each)
+                self._hand_over(self._believed(replace(each, merged="")) if isinstance(each, Snapshot) else each)
             self._after = entry  # last, so that an event whose handling failed is read again
         return len(news) < EVENTS_AT_ONCE
 
@@ -250,6 +250,8 @@ class Inbox:
             stored = last_round(self._fresh_heads())
             if stored is not None:
                 self._return_to(stored)
+            # The clock of this server may be behind that of the other one, and ids of events follow it.
+            self._after = min(self._after, self._reader.last_event(), key=entry_id)
         self._instance, self._looked_at = instance, now
 
     def _return_to_last_round(self) -> None:
@@ -285,6 +287,7 @@ class Inbox:
         """
         heads = self._known_heads()  # first, because nothing may be forgotten if this fails
         self._announced.clear()  # the run went back, and their numbers will be used again
+        self.step = 0
         current = {p for p in self._fragments if self._is_current(p, heads)}
         with self._lock:
             later = {p for p, arrival in self._arrivals.items() if arrival.snapshot.round > number}
@@ -353,16 +356,21 @@ class Inbox:
 
     def _hold(self, arrival: Arrival) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
-        snapshot = arrival.snapshot
+        snapshot = self._believed(arrival.snapshot)
         p, version = snapshot.fragment, snapshot.version
-        step = believable_step(snapshot, self.step, self.run_steps, self._interval, self._taped)
-        if step < min(snapshot.step, self.run_steps):
-            log.warning("ignoring step %s of fragment %s, which the tape does not confirm", snapshot.step, p)
-        self.step = max(self.step, step)
-        arrival = Arrival(replace(snapshot, step=step), arrival.params_N)
+        arrival = Arrival(snapshot, arrival.params_N)
         if self._sends_differences:
             self.held[p] = arrival
         self._known[p] = (version, snapshot.digest)
         self._announced[p] = {number: s for number, s in self._announced.get(p, {}).items() if number > version}
         self.downloads.built(arrival)
         return arrival
+
+    def _believed(self, snapshot: Snapshot) -> Snapshot:
+        """Return a snapshot with its global step as far as it can be believed."""
+        step = believable_step(snapshot, self.step, self.run_steps, self._interval, self._taped)
+        if step < min(snapshot.step, self.run_steps):
+            what = "ignoring step %s of fragment %s, which the tape does not confirm"
+            log.warning(what, snapshot.step, snapshot.fragment)
+        self.step = max(self.step, step)
+        return replace(snapshot, step=step)

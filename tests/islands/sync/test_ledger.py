@@ -164,6 +164,7 @@ def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
     assert send_due(island) == [2, 3]  # round 4 is answered already, and the call of round 6 was lost
     island.adopted(snapshot(island, 1), keeps_progress=False)
     assert island.counts[0].version == 1
+    assert island.global_step == island.merged_step == snapshot(island, 1).step < 4
     island.heard(snapshot(island, 3))
     assert island.staleness == 0.5
 
@@ -178,6 +179,16 @@ def test_adoption_closes_its_round_and_zeroes_the_counts_unless_progress_is_kept
         island.adopted(snapshot(island, 1), keeps_progress)
         assert [(c.steps, c.tokens, c.version) for c in island.counts] == [(*kept, 1), (3, 30, 0)]
         assert send_due(island)[0] == 2
+
+
+def test_a_version_with_other_parameters_is_not_held() -> None:
+    """A broker that lost a round closes one of that number again."""
+    island = ledger(fragments=2, interval=2)
+    held = replace(snapshot(island, 1), held="a" * 32)
+    island.adopted(held, keeps_progress=True)
+    assert island.holds(held)
+    assert not island.holds(replace(held, held="b" * 32))
+    assert not island.holds(snapshot(island, 3))
 
 
 # -- leaving -------------------------------------------------------------------------------------------------------

@@ -113,6 +113,25 @@ def test_forged_announcements_stop_no_merge(harness: Harness) -> None:
     assert (link.pumps.failure, link.pumps.trouble) == (None, "")
 
 
+def test_the_step_of_an_announcement_is_believed_as_far_as_the_tape_confirms_it(harness: Harness) -> None:
+    link = harness.link()
+    forge(harness, snapshot(1, step=HUGE))
+    link.pump()
+    assert [event.step for event in received(link)[0] if isinstance(event, Snapshot)] == [0]
+
+
+def test_an_island_follows_a_server_whose_clock_is_behind(harness: Harness) -> None:
+    harness.broker.instance = "old"
+    link = harness.link()
+    link.pump()
+    link.channels[0].inbox._after = f"{HUGE}-0"  # by the clock of the old server
+    harness.broker.instance, harness.ahead = "new", 10.0
+    link.pump()
+    harness.close(1, 7.0)
+    link.pump()
+    assert [event.round for event in received(link)[0] if isinstance(event, Snapshot)] == [1]
+
+
 def test_an_honest_announcement_ends_the_belief_in_later_rounds(harness: Harness) -> None:
     link = harness.link()
     link.channels[0].inbox.hear_of(1000)
