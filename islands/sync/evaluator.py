@@ -139,7 +139,7 @@ class Evaluator:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(2.0)
-        _attempt("report the last losses", self._send_reported)
+        _attempt("report the last losses", self.send_reported)
         _attempt("free the lease", self._free_lease)  # it also ends by itself
 
     def report(self, loss: float, number: int, step: int) -> None:
@@ -201,7 +201,7 @@ class Evaluator:
     def _keep_working(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._send_reported()
+                self.send_reported()
                 if not self._has_failed:
                     self.turn()
             except (BrokerError, WireError) as error:  # the next turn may succeed
@@ -212,7 +212,8 @@ class Evaluator:
                 _attempt("free the lease", self._free_lease)
             self._stopping.wait(TICK_SECONDS)
 
-    def _send_reported(self) -> None:
+    def send_reported(self) -> None:
+        """Record what `report` has queued. Raises BrokerError; the rest stays queued."""
         while self._reported:
             self._transport.reader.record_evaluation(replace(self._reported[0], tokens=self._merged_tokens()))
             self._reported.popleft()

@@ -101,9 +101,10 @@ def leave_cleanly(loop: Participant, *, awaits_merge: bool = True) -> str:
         log.warning("leaves: %s", leave_reason(loop)[1])
     if not loop.parameters.are_there():
         log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
-        give_up(loop, *leave_reason(loop))
-        state = "left"
-    elif not leave(loop, state, awaits_merge=awaits_merge):
+        is_sent, state = give_up(loop, *leave_reason(loop), seconds=FLUSH_SECONDS), "left"
+    else:
+        is_sent = leave(loop, state, awaits_merge=awaits_merge)
+    if not is_sent:
         log.warning("the broker did not take %s contributions", loop.link.backlog)
     if loop.link.heartbeats.is_replaced:
         state = "replaced"

@@ -29,7 +29,7 @@ def checked_loss(value: Any, source: str) -> float:
     number.
     """
     try:
-        loss = math.nan if isinstance(value, str | bytes | bool) else float(value)
+        loss = math.nan if isinstance(value, str | bytes | bool) else float(getattr(value, "item", lambda: value)())
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers gives any of these
         loss = math.nan
     if not abs(loss) <= LOSS_MAX:

@@ -108,7 +108,7 @@ class Session(Membership):
                 require_same_run(primary.reader, manifest)
                 late = Evaluator(whole(primary, manifest), manifest, self._loop.link.who, None, list)
                 late.report(loss, ledger.closed, self.step)
-                late.stop()
+                late.send_reported()
             return
         loop = self._require_joined("report")
         self._evaluations(loop).report(loss, loop.ledger.closed, self.step)

@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from archipelago.broker.config import MergeConfig
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Evaluation
+from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.sync import evaluator
 from archipelago.islands.user_loop import held_out
@@ -50,10 +51,27 @@ def test_a_script_reports_what_it_has_measured(framework: Framework, url: str, u
         script.session.report(held_out=2.5)
         until(lambda: recorded(url), "the first loss")
         script.train(3)
-        for loss in (np.float32(-1.5), array(0.25), 3):
+        for loss in (np.float32(-1.5), array([0.25]), np.array([[3]])):
             script.session.report(held_out=loss)
     assert losses(url) == pytest.approx([2.5, -1.5, 0.25, 3.0], rel=1e-12), "the last ones are sent when it leaves"
     assert [(each.step, each.by) for each in recorded(url)] == [(0, "a"), *[(3, "a")] * 3]
+
+
+def test_a_report_after_the_end_says_that_it_is_lost(
+    framework: Framework, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    framework.create(url, "own", framework.model(), sync=SYNC, steps=1000)
+    with framework.join(url, island="a") as script:
+        script.train(1)
+    script.session.report(held_out=2.0)
+    assert losses(url) == pytest.approx([2.0])
+
+    def unreachable(*args: Any) -> None:
+        raise UnreachableError("no answer", "Wait.")
+
+    monkeypatch.setattr(RedisReader, "record_evaluation", unreachable)
+    with failing(UnreachableError):
+        script.session.report(held_out=1.0)
 
 
 @pytest.fixture
