@@ -78,11 +78,15 @@ def tls_settings(folder: Path, host: str, port: int, password: str) -> dict[str,
 
 
 def _write_users(file: Path, password: str) -> None:
-    """Write the file of users: the administrator, no user `default`, and the invited members as they were."""
+    """Write the file of users: the administrator, a user `default` who cannot log in, and the members as they were.
+
+    Redis 7.0 reads transactions and scripts of its append-only file with the rights of `default`, also while that user
+    is off. What the user may not do would be lost at a restart.
+    """
     ours = ("user default ", f"user {ADMINISTRATOR} ")
     kept = [line for line in file.read_text().splitlines() if not line.startswith(ours)] if file.exists() else []
     digest = hashlib.sha256(password.encode()).hexdigest()
-    lines = [f"{ours[0]}off resetpass resetkeys resetchannels -@all", f"{ours[1]}on #{digest} ~* &* +@all", *kept]
+    lines = [f"{ours[0]}off resetpass ~* &* +@all", f"{ours[1]}on #{digest} ~* &* +@all", *kept]
     write_atomically(file, "\n".join(lines) + "\n", mode=PRIVATE)
 
 
