@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -44,14 +43,18 @@ UNSAVED = "unsaved"
 ENTRY_MAX = 128
 
 
-def _finite(value: float) -> float:
-    if math.isinf(value):
-        raise ValueError("infinite")
+#: The largest magnitude of a measured number: sums and squares of several are still finite.
+MEASURE_MAX = 1e150
+
+
+def _moderate(value: float) -> float:
+    if abs(value) > MEASURE_MAX:
+        raise ValueError("too large")
     return value
 
 
 #: A measured number. NaN means that nothing was measured yet.
-Measure = Annotated[float, AfterValidator(_finite)]
+Measure = Annotated[float, AfterValidator(_moderate)]
 
 
 class Identified:

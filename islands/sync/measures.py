@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from archipelago.broker.manifest import SMALL_BYTES
+from archipelago.broker.messages import MEASURE_MAX
 
 SMOOTHING = 0.9
 
@@ -94,7 +95,7 @@ class Losses:
         self.read()
         if self._known:
             mean = float(np.mean(self._known))
-            self.mean = mean if math.isfinite(mean) else math.nan  # messages carry no infinite numbers
+            self.mean = mean if abs(mean) <= MEASURE_MAX else math.nan  # messages carry no larger numbers
             self._known.clear()
         return self.mean
 

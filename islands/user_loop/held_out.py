@@ -8,16 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Final
+from typing import Any
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import loss_unit
+from archipelago.broker.messages import MEASURE_MAX
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import TICK_SECONDS, Evaluator, Measures
 
-#: No held-out loss is larger. Its square is still finite.
-LOSS_MAX: Final = 1e150
 #: A function of a script from the merged parameters to a held-out loss.
 Evaluate = Callable[[Any], Any]
 
@@ -32,7 +31,7 @@ def checked_loss(value: Any, source: str) -> float:
         loss = math.nan if isinstance(value, str | bytes | bool) else float(getattr(value, "item", lambda: value)())
     except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers gives any of these
         loss = math.nan
-    if not abs(loss) <= LOSS_MAX:
+    if not abs(loss) <= MEASURE_MAX:
         raise ConfigError(
             f"{source} is {value!r:.60}, which is no finite number",
             "Give the mean loss on held-out data: a number, or an array or tensor of one element.",

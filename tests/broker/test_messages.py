@@ -18,6 +18,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import (
     EVENTS,
     KINDS,
+    MEASURE_MAX,
     Call,
     Contribution,
     Counters,
@@ -67,7 +68,7 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation == Digest:
         return st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
     if annotation == Measure:
-        return st.floats(allow_infinity=False)
+        return st.floats(-MEASURE_MAX, MEASURE_MAX) | st.just(math.nan)
     if annotation is bool:
         return st.booleans()
     if get_args(annotation)[0] == tuple[RoundMember, ...]:
@@ -145,7 +146,7 @@ def wrong_values(annotation: Any) -> list[str]:
     if annotation is bool:
         return ["", "maybe", "2"]
     if annotation in (Seconds, Measure):
-        wrong = ["", "x", "inf", "-Infinity", "1e999", "1,5"]
+        wrong = ["", "x", "inf", "-Infinity", "1e999", "-1.1e150", "1,5"]
         return wrong if annotation == Measure else [*wrong, "nan", "-0.001", "1e10"]
     if get_args(annotation)[0] == tuple[RoundMember, ...]:
         member = json.loads(to_fields(TAPE)["members"])[0]
