@@ -66,7 +66,7 @@ def main(options: DashOptions) -> int:
             run, boards = watch.manifest.run, Boards(watch)
         else:
             run, boards = "", Boards(None, lambda: all_runs(options.url, RUNS), lambda run: _opened(run, options.url))
-            boards.listed()  # so that a Redis that does not answer is an error at once
+            Patience(options.wait_seconds, stopped)(boards.listed)
         with serving(boards, options.host, options.port, options.name) as address:
             if options.json:
                 print_json({"run": run, "address": address})
@@ -79,7 +79,10 @@ def main(options: DashOptions) -> int:
 def _opened(run: str, url: str | None) -> Watcher:
     """Return a reader of one of the runs that are listed. Its Redis must run: its page starts none."""
     where = next((entry.where for entry in all_runs(url, RUNS) if entry.run == run), "")
-    address = url or os.environ.get(URL_VARIABLE) if where == "redis" else address_of(Path(where)) if where else ""
+    try:
+        address = url or os.environ.get(URL_VARIABLE) if where == "redis" else address_of(Path(where)) if where else ""
+    except OSError as error:
+        raise UnknownRunError(f"cannot read {where}: {error.strerror}", "Its user can show the run.") from None
     if not address:
         raise UnknownRunError(f"the Redis of the run {run!r} does not run", f"`archipelago dash {run}` starts it.")
     folder = None if where == "redis" else Path(where)

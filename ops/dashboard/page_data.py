@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.config import RunConfig, differing, flat
 from archipelago.broker.control import STEPS, island_field
-from archipelago.broker.errors import ConfigError, UnknownRunError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, UnknownRunError
 from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.process import finite
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.history import ROWS_KEPT, History, thinned
-from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
+from archipelago.ops.watch.reading import LOOK_SECONDS, SILENT, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import evaluated, merger_in_words, size_in_words
 from archipelago.ops.watch.state_line import mood_of
 
@@ -137,6 +137,8 @@ def _five_digits(value: float) -> float:
 #: A page reads at most this many runs at once.
 BOARDS_MAX = 32
 CHARTS_SECONDS = 2.0
+#: How often the Redis of a run whose connection is refused is looked for again. A run that is made anew has another.
+REOPEN_SECONDS = 5.0
 Open = Callable[[str], Watcher]
 
 
@@ -152,7 +154,7 @@ class Boards:
     def __init__(self, watch: Watcher | None, entries: Callable[[], Sequence[RunEntry]] = tuple,
                  opened: Open | None = None) -> None:  # fmt: skip
         self.first = Board(watch) if watch else None
-        self.entries, self._open, self._stack, self._lock = entries, opened, ExitStack(), threading.Lock()
+        self.entries, self._open, self._lock = entries, opened, threading.Lock()
         self._boards = {self.first.watch.manifest.run: self.first} if self.first else {}
 
     def __enter__(self) -> Boards:
@@ -161,22 +163,33 @@ class Boards:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for board in self._boards.values():
+            board.stack.close()
 
     def _begin(self, board: Board) -> Board:
-        self._stack.enter_context(repeated(board.update, LOOK_SECONDS))
+        board.stack.enter_context(repeated(board.update, LOOK_SECONDS))
         return board
 
     def of(self, run: str) -> Board:
         """Return the board of a run. Raise ArchipelagoError if it cannot be read."""
-        if run in self._boards:  # without the lock: another run may hang while it is opened
-            return self._boards[run]
+        board = self._boards.get(run)  # without the lock: another run may hang while it is opened
+        if board and (self._open is None or not board.is_lost()):
+            return board
         with self._lock:
-            if run in self._boards:
-                return self._boards[run]
-            if self._open is None or len(self._boards) >= BOARDS_MAX:
+            if (known := self._boards.get(run)) is not board and known:
+                return known
+            if self._open is None or (len(self._boards) >= BOARDS_MAX and not board):
                 raise UnknownRunError(f"this page does not show the run {run!r}", f"Use `archipelago dash {run}`.")
-            return self._boards.setdefault(run, self._begin(Board(self._open(run))))
+            try:
+                found = Board(self._open(run))
+            except ArchipelagoError:
+                if board:
+                    return board  # which says that its Redis does not answer
+                raise
+            if board:
+                board.stack.close()
+            self._boards[run] = self._begin(found)
+            return found
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the run that was named, or all runs, as plain data."""
@@ -189,10 +202,18 @@ class Board:
     """The newest page and charts of a run as JSON, with one writer and any number of readers."""
 
     def __init__(self, watch: Watcher) -> None:
-        self.watch = watch
+        self.watch, self.stack = watch, ExitStack()
+        self._opened_at = watch.clock()
         self.page, self.charts = "", ""
         self.charts_number = 0
         self._charts_due = -math.inf
+
+    def is_lost(self) -> bool:
+        """Return whether its Redis refuses this connection, and it is time to look for another one of the run."""
+        outage, now = self.watch.outage(), self.watch.clock()
+        is_due = outage is not None and outage.what != SILENT and now - self._opened_at >= REOPEN_SECONDS
+        self._opened_at = now if is_due else self._opened_at
+        return is_due
 
     def update(self) -> None:
         """Read the run once, and publish its page and, less often, its charts."""

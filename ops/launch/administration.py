@@ -220,7 +220,7 @@ def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) 
     for name, role in [*ours, *((island, "island") for island in islands)]:
         file = (administrator.file.parent / JOINS / f"{name}{SUFFIX}").absolute()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        invited = administrator.invite(name, role, url=url, may_replace=file.exists())
+        invited = administrator.invite(name, role, url=url, may_replace=file.exists() or role != "island")
         invitations.write(file, invited)
         joins[name] = str(file)
     administrator.membership.keep()

@@ -72,8 +72,8 @@ class AdministratorOptions:
 class InviteOptions(AdministratorOptions):
     """Invite a member to a run: create a Redis user with the rights of its role, and write its join file.
 
-    The join file is secret, and stands in for the URL in every verb: `archipelago island demo.oslo.join`. The first
-    invitation of an island or merger turns signatures on: from then on, the run's mergers and islands need
+    The join file is secret, and stands in for the URL in every verb but `up`: `archipelago island demo.oslo.join`.
+    The first invitation of an island or merger turns signatures on: from then on, the run's mergers and islands need
     invitations. Without a name, it lists the members.
     """
 

@@ -124,6 +124,7 @@ class LocalRun:
         if not view.unfinished:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
+        (self.folder / run_report.SUMMARY).unlink(missing_ok=True)  # of an earlier session
         children = [self.merger, *self.islands]
         began = time.monotonic()
         try:

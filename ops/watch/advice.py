@@ -183,7 +183,8 @@ def _merger_problems(view: RunView) -> Iterator[Problem]:
     steps = [island.step_seconds for island in view.islands if island.live and island.step_seconds > 0]
     stride_seconds = min(steps, default=0.0) * view.interval / max(1, view.fragments)
     longest = max(STALL_SECONDS, STALL_STRIDES * stride_seconds)
-    stalls = status.still_seconds > longest
+    is_loading = {island.state for island in view.islands if island.live} == {"joining"}  # compiling, for example
+    stalls = status.still_seconds > longest and not is_loading
     if view.lacks_merger and status.holders:
         yield _shards_without_merger(view)
     elif view.lacks_merger or view.refused:

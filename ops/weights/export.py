@@ -144,6 +144,11 @@ def require_new(out: Path) -> None:
         raise ConfigError(
             f"{out} exists and is not empty", "Name another folder with --out, or delete it.", code="export.exists"
         )
+    if out.is_symlink() or out.is_mount() or (out.exists() and out.samefile(".")):
+        raise ConfigError(
+            f"{out} is a link, a mount or the current folder, which cannot be replaced",
+            "Name a new folder with --out.", code="export.exists",
+        )  # fmt: skip
 
 
 def write(found: RunParameters, out: Path, dtype: str) -> str:

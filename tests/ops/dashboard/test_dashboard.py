@@ -209,6 +209,28 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
         boards.of("other")
 
 
+def test_a_run_that_was_made_again_is_found_at_its_new_address(watch: Watcher, transport: Away) -> None:
+    entries = [RunEntry("sample", "runs/sample", "training")]
+    newer, now = Watcher(watch.transport, clock=lambda: 100.0), [0.0]
+    answers: list[Watcher | None] = [Watcher(transport, clock=lambda: now[0]), None, newer]
+
+    def opened(run: str) -> Watcher:
+        if (found := answers.pop(0)) is None:
+            raise UnknownRunError("its Redis does not run", "Start it.")
+        return found
+
+    with Boards(None, lambda: entries, opened) as boards:
+        first = boards.of("sample")
+        first.watch.update()
+        transport.away = {"tape"}
+        first.watch.update()
+        assert boards.of("sample") is first, "it was opened just now"
+        for later, is_found in ((10.0, False), (11.0, False), (20.0, True)):
+            now[0] = later
+            assert (boards.of("sample").watch is newer) == is_found, later
+        assert not answers
+
+
 def test_nothing_can_be_changed(client: TestClient) -> None:
     for method in ("post", "put", "delete", "patch"):
         for path in ("/", "/api/runs", "/api/runs/sample/view", "/metrics"):

@@ -109,6 +109,7 @@ CASES: list[tuple[RunView, list[str]]] = [
     (view(unreadable=("x",)), ["redis.unreadable"]),
     (view(merger=status(holder="")), ["merger.missing"]),
     (view(merger=status(still_seconds=61.0)), ["run.stalled"]),
+    (view(beat("a", state="joining"), beat("b", state="joining"), merger=status(still_seconds=61.0)), []),
     (view(merger=status(still_seconds=61.0), control=Control.of({"merging": "paused"})), ["run.paused"]),
     (view(control=Control.of({"sync.quorum": "many"})), ["steer.ignored"]),
     (view(refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),

@@ -31,7 +31,7 @@ from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.models.llama import to_llama
 from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.weights.export import RunParameters, find, write
+from archipelago.ops.weights.export import RunParameters, find, require_new, write
 from archipelago.ops.weights.generate import open_text_model, show
 from tests.failing import failing
 from tests.ops.conftest import Call
@@ -86,6 +86,16 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         write(found_of(), tmp_path / "file" / "below", "float32")
+
+
+def test_what_a_new_folder_cannot_replace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    for out in (".", "link", tmp_path, "/"):
+        with failing(ConfigError, "export.exists"):
+            require_new(Path(out))
+    require_new(Path("folder"))
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
