@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -55,11 +58,19 @@ def test_a_machine_without_an_accelerator_says_so_and_goes_on(caplog: pytest.Log
     assert "on none failed" in caplog.text
 
 
-@pytest.mark.processes
+class OnAThread(accelerator._Helper):
+    """A helper that answers on a thread of this process, so that a test can replace its accelerator."""
+
+    def __init__(self, platform: str) -> None:
+        own, their = multiprocessing.Pipe()
+        threading.Thread(target=accelerator._answer, args=(their,), daemon=True).start()
+        self._lanes = SimpleQueue[accelerator._Lane]()
+        self._lanes.put(accelerator._Lane(own, os.getpid()))
+
+
 def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A forked process has the accelerator of this test, which has no room for one shape.
     large, small = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((300, 1500), (20, 30)))
 
     def power(matrix_RC: Matrix, exponent: float) -> Matrix:
@@ -67,7 +78,7 @@ def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
             raise MemoryError("no room")
         return with_power(matrix_RC, exponent)
 
-    monkeypatch.setattr(accelerator, "get_context", lambda method: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(accelerator, "_Helper", OnAThread)
     monkeypatch.setattr(xla_spectra, "on_device", lambda device: power)
     here = list[tuple[int, ...]]()
 
@@ -75,7 +86,6 @@ def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
         here.append(matrix_RC.shape)
         return with_power(matrix_RC, exponent)
 
-    before = set(multiprocessing.active_children())
     changing = Accelerator("cpu", otherwise=lambda: this)()
     assert changing is not None
     for matrix_RC in (large, small, large, small):
@@ -84,6 +94,3 @@ def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
     assert [record.getMessage() for record in caplog.records] == [
         "cpu refuses matrices of 300 × 1500 (MemoryError: no room), so this processor changes them"
     ]
-    (process,) = set(multiprocessing.active_children()) - before
-    process.kill()
-    process.join()
