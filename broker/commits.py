@@ -296,11 +296,8 @@ class MergerClient(Protocol):
     def rewind(self) -> None:
         """Let `updates` begin anew with the oldest entry that waits."""
 
-    def read(self, entries: Sequence[str], between: Callable[[], object] = nothing) -> list[Delivery]:
-        """Return contributions with their payloads, whether they wait or were merged. A missing one has a fault.
-
-        `between` is called while large payloads arrive.
-        """
+    def read(self, entries: Sequence[str]) -> list[Delivery]:
+        """Return contributions with their payloads, whether they wait or were merged. A missing one has a fault."""
 
     def kept(self) -> list[str]:
         """Return the merged entries that the broker keeps."""

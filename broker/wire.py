@@ -10,7 +10,6 @@ The newest published parameters of a fragment are its newest full snapshot, and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -318,20 +317,10 @@ def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
             )
 
 
-def full_snapshot(
-    reader: ReaderClient, manifest: Manifest, p: int, between: Callable[[], object] = lambda: None
-) -> Published:
-    """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced.
-
-    `between` is called as parts of it arrive.
-    """
+def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
+    """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced."""
     unpacking = Unpacking(manifest.sizes[p])
-
-    def arrived(payload: memoryview) -> None:
-        unpacking.arrived(payload)
-        between()
-
-    snapshot, payload = reader.fragment(p, arrived)
+    snapshot, payload = reader.fragment(p, unpacking.arrived)
     if not is_digest(snapshot.digest, payload) or snapshot.fragment != p:
         raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
     return Published(snapshot, unpacking.finish(payload), len(payload))

@@ -54,6 +54,6 @@ def awaited(future: Future[T], between: Callable[[], object]) -> T:
         try:
             return future.result(BETWEEN_SECONDS)
         except TimeoutError:
-            if future.done():  # it is the error of the job
-                raise
+            if future.done():  # just now, or it is the error of the job
+                return future.result()
         between()

@@ -8,7 +8,7 @@ is that of a checkpoint, for the whole run, or that of a compaction in Redis, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -123,7 +123,6 @@ def merge_again(
     fragment: FragmentState,
     rounds: Sequence[TapeEntry],
     transport: MergerTransport,
-    between: Callable[[], object],
     *,
     exactly: bool = True,
 ) -> FragmentState:
@@ -135,9 +134,8 @@ def merge_again(
     """
     for tape in rounds:
         before = state_before(tape)
-        deliveries = transport.merger.read([member.entry for member in tape.members], between)
+        deliveries = transport.merger.read([member.entry for member in tape.members])
         fragment = replay_round(rules, before, fragment, tape, deliveries, exactly=exactly)
-        between()
     return fragment
 
 

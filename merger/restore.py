@@ -71,13 +71,11 @@ def load(
     transport: MergerTransport,
     rules: RoundMerge,
     store: CheckpointStore | None,
-    between: Callable[[], object] = nothing,
     require_lease: Callable[[], object] = nothing,
 ) -> Loaded:
     """Load the shard as its last commit left it, to the same bits. If it is damaged, restore it from a checkpoint.
 
     Args:
-        between: Called after each fragment and each round, because they may take long and the lease must be renewed.
         require_lease: Raises FencedError if another merger serves now. What it writes while this one reads looks like
             damage.
 
@@ -85,7 +83,7 @@ def load(
         ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`).
     """
     try:
-        return _from_redis(transport, rules, between, has_checkpoints=store is not None)
+        return _from_redis(transport, rules, has_checkpoints=store is not None)
     except (WireError, ConfigError, DifferenceError) as error:
         damage = error.what
     require_lease()
@@ -97,15 +95,13 @@ def load(
             REMEDY.format(run=rules.manifest.run),
             code="config.lost-state",
         )
-    return _from_checkpoint(transport, rules, image, between)
+    return _from_checkpoint(transport, rules, image)
 
 
 # -- from Redis ------------------------------------------------------------------------------------------------------
 
 
-def _from_redis(
-    transport: MergerTransport, rules: RoundMerge, between: Callable[[], object], *, has_checkpoints: bool
-) -> Loaded:
+def _from_redis(transport: MergerTransport, rules: RoundMerge, *, has_checkpoints: bool) -> Loaded:
     """Read one fragment after another: the payloads of all of them would take a third of the merger's memory.
 
     The tape is read as far back as the oldest compaction and, if the merger takes some, the newest checkpoint. Raises
@@ -122,7 +118,7 @@ def _from_redis(
     tape: dict[int, TapeEntry] = {}
     read_after = state.closed
     for p, snapshot in snapshots.items():
-        compacted = _full(transport, manifest, p, snapshot.version, between)
+        compacted = _full(transport, manifest, p, snapshot.version)
         held = compacted.snapshot
         if (after := min(held.round, state.covered) if has_checkpoints else held.round) < read_after:
             tape, read_after = _rounds(transport, manifest, after, state.closed), after
@@ -131,9 +127,8 @@ def _from_redis(
         if missing := [number for number in numbers if number not in tape]:
             raise WireError(f"the tape lacks round {missing[0]}")
         rounds = [tape[number] for number in numbers]
-        fragment = _merged_again(transport, rules, p, fragment, rounds, between)
+        fragment = _merged_again(transport, rules, p, fragment, rounds)
         full[p], fragments[p] = held, fragment
-        between()
     return Loaded(state, fragments, snapshots, full, list(tape.values()))
 
 
@@ -160,11 +155,9 @@ def _head(manifest: Manifest, closed: int, p: int, head: Snapshot | None) -> Sna
     return head
 
 
-def _full(
-    transport: MergerTransport, manifest: Manifest, p: int, version: int, between: Callable[[], object]
-) -> FullState:
+def _full(transport: MergerTransport, manifest: Manifest, p: int, version: int) -> FullState:
     """Return the newest full state of a fragment. Raises WireError if it is lost or damaged."""
-    snapshot, published_N = full_snapshot(transport.reader, manifest, p, between)[:2]
+    snapshot, published_N = full_snapshot(transport.reader, manifest, p)[:2]
     if snapshot.version > version:
         raise WireError(f"the snapshot of fragment {p} is of version {snapshot.version}, and {version} is the newest")
     if snapshot.held and digest_of(published_N) != snapshot.held:
@@ -179,7 +172,6 @@ def _merged_again(
     p: int,
     fragment: FragmentState,
     rounds: Sequence[TapeEntry],
-    between: Callable[[], object],
 ) -> FragmentState:
     """Return a fragment after the rounds that its compaction does not cover.
 
@@ -188,12 +180,12 @@ def _merged_again(
     the islands hold.
     """
     try:
-        return merge_again(rules, fragment, rounds, transport, between)
+        return merge_again(rules, fragment, rounds, transport)
     except DifferenceError as error:
         if error.code != DifferenceError.code:
             raise
         difference = error
-    nearly = merge_again(rules, fragment, rounds, transport, between, exactly=False)
+    nearly = merge_again(rules, fragment, rounds, transport, exactly=False)
     holding = newest(transport.reader, rules.manifest, p)
     if holding.snapshot.version != rounds[-1].version:
         raise difference
@@ -229,9 +221,7 @@ def _newest_image(store: CheckpointStore | None, manifest: Manifest) -> Image | 
     return image if image is not None and image.manifest.to_fields() == manifest.to_fields() else None
 
 
-def _from_checkpoint(
-    transport: MergerTransport, rules: RoundMerge, image: Image, between: Callable[[], object]
-) -> Loaded:
+def _from_checkpoint(transport: MergerTransport, rules: RoundMerge, image: Image) -> Loaded:
     """Return the shard after its checkpoint and those rounds on the tape that can be merged again, in order."""
     manifest = rules.manifest
     state, fragments = RunState.from_json(image.state), of_image(rules, image)
@@ -241,14 +231,13 @@ def _from_checkpoint(
     for entry in (entry for entry in tape.values() if entry.round > covered):
         p = entry.fragment
         try:
-            deliveries = transport.merger.read([member.entry for member in entry.members], between)
+            deliveries = transport.merger.read([member.entry for member in entry.members])
             fragments[p] = replay_round(rules, state, fragments[p], entry, deliveries)
         except (DifferenceError, WireError) as error:
             log.warning("the tape ends before round %s: %s", entry.round, error.what, extra={"code": "restore.tape"})
             break
         snapshots[p] = snapshot_of(manifest, entry, fragments[p].published_N, 0)
         merged.append(entry)
-        between()
     state = replace(_with_refusals(transport, state), covered=covered)
     wire = manifest.config.wire
     compactions = [full_state(snapshots[p], fragment).packed(wire) for p, fragment in fragments.items()]

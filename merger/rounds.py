@@ -40,6 +40,8 @@ SILENT_SECONDS = 60.0
 #: An island whose steps are long may be silent for this many of them, but no longer than SILENT_SECONDS_MAX.
 SILENT_STEPS = 8
 SILENT_SECONDS_MAX = 900.0
+#: An island counts no longer than SILENT_SECONDS_MAX, and this many of its strides, though no round closes without it.
+SILENT_STRIDES = 4
 #: Besides the islands that have contributed, this many newcomers count, or as many as those islands.
 NEWCOMERS_MIN = 8
 
@@ -122,9 +124,11 @@ class Rounds:
             found.first_at = now
 
     def forget(self, islands: Collection[str]) -> None:
-        """Remove the answers of these islands from every quorum that is not reached yet."""
+        """Remove the answers of these islands. A round without any other answer has no quorum any more."""
         for found in self._open.values():
             found.answered.difference_update(islands)
+            if not found.answered:
+                found.quorum_at = None
 
     def calls(self, close: Close | None = None, live: AbstractSet[str] = frozenset()) -> list[Call]:
         """Return the calls of the open rounds that have a contribution, once each.
@@ -249,26 +253,34 @@ class Liveness:
 
     Args:
         islands: The islands that have contributed before; nobody knows how long the merger was away.
+        stride: The inner steps from one contribution of an island to its next.
     """
 
-    def __init__(self, islands: Iterable[str] = (), now: float = 0.0, closed: int = 0) -> None:
+    def __init__(self, islands: Iterable[str] = (), now: float = 0.0, closed: int = 0, stride: float = 1.0) -> None:
         #: Live islands that do not count, because they have not contributed for too long or are too many newcomers.
         self.idle: frozenset[str] = frozenset()
         self._sightings: dict[str, Sighting] = {}
         #: When each island has contributed last: how many rounds had closed, and the merger's clock.
         self._heard = dict.fromkeys(islands, (closed, now))
+        self._stride, self._paused_at = stride, now
 
     def heard(self, island: str, now: float, closed: int) -> None:
         put_bounded(self._heard, island, (closed, now))
 
-    def look(self, presences: Iterable[Presence], now: float, closed: int) -> frozenset[str]:
-        """Return the islands that rounds wait for, given the broker's heartbeats and how many rounds have closed."""
+    def look(
+        self, presences: Iterable[Presence], now: float, closed: int, *, is_paused: bool = False
+    ) -> frozenset[str]:
+        """Return the islands that rounds wait for, given the broker's heartbeats and how many rounds have closed.
+
+        While rounds are paused, no island can be silent for too long.
+        """
         before, self._sightings = self._sightings, {}
+        self._paused_at = now if is_paused else self._paused_at
         live = []
-        for presence, is_training in [(presence, presence.is_training) for presence in presences]:
+        for presence in presences:
             island = presence.heartbeat.island
             sighting = self._sightings[island] = _updated(before.get(island), presence, now, closed)
-            if is_training and now - sighting.arrived_at < LIVE_SECONDS:
+            if presence.is_training and now - sighting.arrived_at < LIVE_SECONDS:
                 live.append(sighting)
         counted = self._counted(live, now, closed)
         self.idle = frozenset(s.heartbeat.island for s in live) - counted
@@ -276,17 +288,22 @@ class Liveness:
 
     def _counted(self, live: Sequence[Sighting], now: float, closed: int) -> frozenset[str]:
         known = [s for s in live if self._is_heard(s, now, closed)]
-        new = [s for s in live if s.heartbeat.island not in self._heard and _is_new(s, now, closed)]
+        new = [s for s in live if s.heartbeat.island not in self._heard and self._counts(s, now, closed)]
         new.sort(key=lambda s: (s.first_at, s.heartbeat.island))
         chosen = known + new[: max(NEWCOMERS_MIN, len(known))]
         return frozenset(s.heartbeat.island for s in chosen)
 
     def _is_heard(self, sighting: Sighting, now: float, closed: int) -> bool:
         """Return whether the island has contributed, and not too long ago."""
-        if (heard := self._heard.get(sighting.heartbeat.island)) is None:
-            return False
-        number, at = max(heard[0], sighting.first_round), max(heard[1], sighting.first_at)
-        return closed - number <= SILENT_ROUNDS or now - at < _patience(sighting)
+        heard = self._heard.get(sighting.heartbeat.island)
+        return heard is not None and self._counts(sighting, now, closed, *heard)
+
+    def _counts(self, sighting: Sighting, now: float, closed: int, heard_round: int = 0, heard_at: float = 0.0) -> bool:
+        """Return whether an island counts that was seen first, or has contributed last, then."""
+        step, at = sighting.heartbeat.step_seconds, max(heard_at, sighting.first_at, self._paused_at)
+        if closed - max(heard_round, sighting.first_round) > SILENT_ROUNDS:
+            return now - at < min(max(SILENT_SECONDS, SILENT_STEPS * step), SILENT_SECONDS_MAX)
+        return now - at < min(max(SILENT_SECONDS_MAX, SILENT_STRIDES * self._stride * step), GRACE_SECONDS_MAX)
 
 
 def _updated(before: Sighting | None, presence: Presence, now: float, closed: int) -> Sighting:
@@ -297,14 +314,6 @@ def _updated(before: Sighting | None, presence: Presence, now: float, closed: in
     has_arrived = beat != before.heartbeat or age < before.age_seconds
     arrived_at = now if has_arrived else before.arrived_at
     return Sighting(beat, age, arrived_at, before.first_at, before.first_round)
-
-
-def _is_new(sighting: Sighting, now: float, closed: int) -> bool:
-    return closed - sighting.first_round <= SILENT_ROUNDS or now - sighting.first_at < _patience(sighting)
-
-
-def _patience(sighting: Sighting) -> float:
-    return min(max(SILENT_SECONDS, SILENT_STEPS * sighting.heartbeat.step_seconds), SILENT_SECONDS_MAX)
 
 
 def put_bounded(values: dict[str, Any], island: str, value: Any) -> None:

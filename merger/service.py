@@ -136,7 +136,12 @@ class Merger:
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Take the lease if it is free. Nothing may be written without it."""
+        """Take the lease if it is free. Nothing may be written without it.
+
+        Raises UnreachableError while shard 0 does not answer, without which this merger could not load its shard.
+        """
+        if self._primary is not None:
+            self._primary.reader.uid()
         epoch = self.transport.merger.acquire(self.holder, self.lease_seconds, self._is_gone)
         if epoch is not None:
             self.epoch = epoch
@@ -149,24 +154,25 @@ class Merger:
         self._busy_seconds = 0.0
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         store = self.checkpointer.store if self.checkpointer else None
-        found = load(self.transport, self.rules, store, self._renew, self._require_lease)
-        if found.rewrite is not None:
-            self.transport.merger.rewrite(self.epoch, found.rewrite)
+        # Both may take longer than the lease.
+        job = self._commits(lambda: load(self.transport, self.rules, store, self._require_lease))
+        found, epoch = awaited(job, self._renew), self.epoch
+        if (rewrite := found.rewrite) is not None:
+            awaited(self._commits(lambda: self.transport.merger.rewrite(epoch, rewrite)), self._renew)
             last = self.manifest.described(found.state.closed)
             self.controls.note("restored", f"Redis had lost a part of the run, which goes on after {last}")
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if self.checkpointer is not None:
             self.checkpointer.load(self.manifest, self.state.closed)
         self.rounds, now = Rounds(self.manifest, self.state), self.clock()
-        self.liveness = Liveness(self.state.accounts, now, self.rounds.count)
+        self.liveness = Liveness(self.state.accounts, now, self.rounds.count, self.manifest.stride)
         self.inbox.clear()
         self.compactor.load(found.full, found.snapshots, found.tape, self.state, self.epoch, now)
         self._live_at = float("-inf")
         self._has_islands, self._finished_at = True, None
         self.controls.resume_from(self.state)
-        self._follow_controls(
-            self.transport.reader.control()
-        )  # before the first contribution, which may come from an expelled island
+        # Before the first contribution, which may come from an expelled island.
+        self._follow_controls(self.transport.reader.control())
         self.transport.merger.rewind()
         left = self.transport.reader.backlog()  # islands may send faster than we read
         while left > 0 and (waiting := self.transport.merger.updates(0.0, self._read_count)):
@@ -245,7 +251,7 @@ class Merger:
         presences = [presence for presence in every if presence.heartbeat.island not in self.inbox.barred]
         live = [presence for presence in presences if presence.is_live]
         self._has_islands, before = bool(live), self.liveness.idle
-        self.live = self.liveness.look(presences, now, self.rounds.count)
+        self.live = self.liveness.look(presences, now, self.rounds.count, is_paused=self.rounds.is_paused)
         if self.liveness.idle - before:
             self.controls.tell_of_idle(self.liveness.idle)
         if unreadable := [presence.unreadable for presence in live if presence.heartbeat.unreadable]:

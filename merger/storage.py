@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.copier import Copier
@@ -25,8 +25,9 @@ from archipelago.broker.manifest import OTHER_FORMAT, Manifest
 from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.shards.reader import Aside, Bounded, BoundedReader, on_a_thread
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import ReaderClient, Transport
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from archipelago.merger.executor import Spawn, in_background
 from archipelago.merger.record import Recorder
@@ -93,9 +94,15 @@ class MergerFolder:
         copier = self._copier(manifest) if self._bundles else None
         leading = following = None
         if manifest.shards > 1:
-            primary, *others = (of_shard(transport, manifest, k).reader for k in range(manifest.shards))
-            leading = None if manifest.shard else Leading(primary, others, self._missing)
-            following = Following(primary) if manifest.shard else None
+            # Other servers, and the bucket, may hang.
+            aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
+            own, *others = (of_shard(transport, manifest, k).reader for k in range(manifest.shards))
+            listed, bounded = Bounded(aside), [BoundedReader(reader, aside) for reader in (own, *others)]
+            if manifest.shard:
+                following = Following(cast(ReaderClient, bounded[0]))
+            else:
+                missing = lambda number: listed(lambda: self._missing(number), number)  # noqa: E731
+                leading = Leading(own, cast(Sequence[ReaderClient], bounded[1:]), missing)
         copies, spawn = spawn is None, spawn or in_background("checkpoint")
         return Checkpointer(
             transport, self.store, recorder, every_seconds, spawn, copier, leading, following, copies=copies

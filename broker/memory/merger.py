@@ -15,7 +15,6 @@ from archipelago.broker.commits import (
     Rewrite,
     Seen,
     never_gone,
-    nothing,
     sender_of,
 )
 from archipelago.broker.errors import BrokerError, FencedError, WireError, WithdrawnError
@@ -95,7 +94,7 @@ class MemoryMerger:
     def rewind(self) -> None:
         self._read.clear()
 
-    def read(self, entries: Sequence[str], between: Callable[[], object] = nothing) -> list[Delivery]:
+    def read(self, entries: Sequence[str]) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
             there = {run.name_of(number): entry for number, entry in run.updates.items()} | run.kept
             gone = "the entry is gone"

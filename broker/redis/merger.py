@@ -16,7 +16,6 @@ from archipelago.broker.commits import (
     Rewrite,
     Seen,
     never_gone,
-    nothing,
     parse_entry,
     tape_kept,
 )
@@ -261,8 +260,8 @@ class RedisMerger:
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
-    def read(self, entries: Sequence[str], between: Callable[[], object] = nothing) -> list[Delivery]:
-        return [self._updates.read(entry, between) for entry in entries]
+    def read(self, entries: Sequence[str]) -> list[Delivery]:
+        return [self._updates.read(entry) for entry in entries]
 
     def kept(self) -> list[str]:
         found: set[bytes] = set()

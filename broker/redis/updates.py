@@ -22,7 +22,6 @@ from archipelago.broker.commits import (
     entry_id,
     entry_name,
     is_last,
-    nothing,
     parse_entry,
 )
 from archipelago.broker.errors import WireError
@@ -92,7 +91,7 @@ class UpdatesStreams:
 
     # -- single entries ---------------------------------------------------------------------------------------------
 
-    def read(self, entry: str, between: Callable[[], object] = nothing) -> Delivery:
+    def read(self, entry: str) -> Delivery:
         """Return a contribution with its payload, whether it waits or was merged, or a delivery with a fault.
 
         Its signature is not checked again: its island may have left the run or have a new key since it was merged.
@@ -110,11 +109,11 @@ class UpdatesStreams:
         raw = raw or (found[0][1] if found else {})
         if not raw:
             return gone
-        delivery = self.delivery(name, id_, raw, verify=False, between=between, kept=kept).with_payload()
+        delivery = self.delivery(name, id_, raw, verify=False, kept=kept).with_payload()
         if delivery.fault and not kept:  # it may have been merged meanwhile
             with self._connection.translated():
                 if self._redis.exists(self._keys.kept(entry)):
-                    return self.read(entry, between)
+                    return self.read(entry)
         return delivery
 
     def delivery(
@@ -124,7 +123,6 @@ class UpdatesStreams:
         raw: Raw,
         *,
         verify: bool = True,
-        between: Callable[[], object] = nothing,
         kept: bool = False,
     ) -> Delivery:
         """Return an entry as a delivery. Its payload is downloaded later, unless it is stored in the entry.
@@ -143,16 +141,13 @@ class UpdatesStreams:
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
         chunks = self._chunks.kept_of(sender) if kept else self._chunks.of(sender)
-        download = partial(self._download, chunks, raw, contribution.bytes, between)
+        download = partial(self._download, chunks, raw, contribution.bytes)
         delivery = Delivery(entry, contribution, download=download)
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
-    def _download(self, chunks: ChunkStore, raw: Raw, size: int, between: Callable[[], object]) -> bytes:
-        def arrived(_: memoryview) -> None:
-            between()
-
+    def _download(self, chunks: ChunkStore, raw: Raw, size: int) -> bytes:
         with self._connection.translated():
-            return chunks.fetch(raw, size, arrived=arrived)
+            return chunks.fetch(raw, size)
 
 
 class UpdatesConsumer:

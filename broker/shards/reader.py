@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -31,6 +31,9 @@ NUMBERS_MAX = 12
 RETRY_SECONDS = 5.0
 #: How long a call waits for further shards that do not answer. A server that is alive may be slow for a second or two.
 PATIENCE_SECONDS = 3.0
+#: How long a merger waits for what it must not wait for: its lease is short.
+ANSWER_SECONDS = 1.0
+REMEDY = "It is asked again."
 
 T = TypeVar("T")
 Aside = Callable[[Callable[[], None]], None]
@@ -53,6 +56,42 @@ def asked(read: Callable[[], T], aside: Aside) -> Future[T]:
 
     aside(attempt)
     return answer
+
+
+class Bounded:
+    """Calls what may hang, such as a server, and waits at most ANSWER_SECONDS for the answer.
+
+    While that is awaited longer, further calls raise UnreachableError at once; those that ask `about` the same wait
+    for that answer.
+    """
+
+    def __init__(self, aside: Aside = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
+        self._aside, self._seconds = aside, seconds
+        self._last: tuple[object, Future[Any]] | None = None
+
+    def __call__(self, read: Callable[[], T], about: object = None) -> T:
+        """Return what `read` returns, or raise its error. Raises UnreachableError if that takes longer."""
+        last = self._last
+        if last and not last[1].done() and (about is None or about != last[0]):
+            raise UnreachableError("another server has not answered yet", REMEDY)
+        if last is None or about is None or about != last[0]:
+            last = self._last = about, asked(read, self._aside)
+        if wait([last[1]], self._seconds).not_done:
+            raise UnreachableError(f"another server has not answered for {self._seconds:g} s", REMEDY)
+        self._last = None
+        found: T = last[1].result()
+        return found
+
+
+class BoundedReader:
+    """A reader of one shard, of which each call is `Bounded`."""
+
+    def __init__(self, reader: ReaderClient, aside: Aside = on_a_thread) -> None:
+        self._reader, self._bounded = reader, Bounded(aside)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._reader, name)
+        return lambda *args: self._bounded(lambda: method(*args))
 
 
 class ShardedReader:

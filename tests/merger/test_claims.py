@@ -232,11 +232,14 @@ class Watch:
         self.liveness = Liveness()
         self.now, self.closed = 0.0, 0
 
-    def look(self, islands: Iterable[str], frozen: Iterable[str] = (), age: float = 0.5, **changes: Any) -> set[str]:
+    def look(
+        self, islands: Iterable[str], frozen: Iterable[str] = (), age: float = 0.5, is_paused: bool = False,
+        **changes: Any,
+    ) -> set[str]:  # fmt: skip
         self.now += 1.0
         beats = [Presence(samples.heartbeat(island, tokens=int(self.now), **changes), 0.5) for island in islands]
         beats += [Presence(samples.heartbeat(island), age) for island in frozen]
-        return set(self.liveness.look(beats, self.now, self.closed))
+        return set(self.liveness.look(beats, self.now, self.closed, is_paused=is_paused))
 
     def contribute(self, *islands: str) -> None:
         for island in islands:
@@ -281,8 +284,8 @@ def test_an_island_that_stops_contributing_stops_counting_and_returns() -> None:
     assert watch.look("ab") == {"a", "b"}
 
 
-def test_nobody_stops_counting_while_no_round_closes() -> None:
-    """A pause, or an outage of all other islands, may take days."""
+def test_nobody_stops_counting_in_a_pause() -> None:
+    """A pause may take days."""
     watch = Watch()
     watch.contribute("a", "b")
     watch.look("ab")
@@ -290,7 +293,21 @@ def test_nobody_stops_counting_while_no_round_closes() -> None:
         watch.now += 5.0
         assert watch.look("abc") == {"a", "b", "c"}
     watch.now += 1e6
-    assert watch.look("abc") == {"a", "b", "c"}
+    assert watch.look("abc", is_paused=True) == {"a", "b", "c"}
+    watch.now += 100.0
+    assert watch.look("abc") == {"a", "b", "c"}, "they have had no time to contribute since"
+
+
+def test_an_island_that_never_contributes_stops_no_round_for_ever() -> None:
+    """With a quorum of two, no round closes without it."""
+    for step_seconds, least, most in ((1.0, 890.0, 910.0), (1e9, 86_390.0, 86_410.0)):
+        watch = Watch()
+        watch.contribute("a")
+        watch.look("a", step_seconds=step_seconds)
+        watch.now += least
+        assert watch.look("a", step_seconds=step_seconds) == {"a"}
+        watch.now += most - least
+        assert watch.look("a", step_seconds=step_seconds) == set()
 
 
 def test_slow_islands_have_more_time() -> None:

@@ -18,12 +18,14 @@ from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Resume, TapeEntry
 from archipelago.merger import committing, outer
 from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.executor import in_background
 from archipelago.merger.replay import DifferenceError, replay_round
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
+from tests.conftest import Until
 from tests.failing import failing
 from tests.harness.merger_run import (
     CONFIG,
@@ -43,6 +45,7 @@ from tests.harness.merger_run import (
     take_checkpoint,
     values,
 )
+from tests.harness.played import started
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
 
@@ -92,16 +95,22 @@ def undisturbed(config: RunConfig) -> list[Any]:
     return bits(run)
 
 
-def test_the_lease_can_be_renewed_between_the_downloads_of_two_fragments() -> None:
-    """The downloads of a large model take longer than a lease."""
-    run, _ = begun(CONFIG, Shelf())
-    calls: list[str] = []
+def test_the_lease_is_renewed_while_a_run_is_restored(until: Until) -> None:
+    """What is downloaded and uploaded for a large model takes longer than a lease."""
+    store, calls = Shelf(), list[str]()
+    run, _ = begun(CONFIG, store)
+    DAMAGE["all outer states missing"](run.stored)
 
     def note(name: str, *_: object) -> None:
-        calls.extend(["download"] * (name == "fragment"))
+        calls.append(name)
+        if name in ("fragment", "rewrite"):
+            before = calls.count("renew")
+            run.clock.now += merger.lease_seconds / 2
+            until(lambda: calls.count("renew") > before, f"a renewal during {name}")
 
-    load(run.faulty(before=note), RoundMerge.of(run.manifest), None, lambda: calls.append("between"))
-    assert calls == ["download", "between"] * 2
+    merger = run.idle_merger(store=store, transport=run.faulty(before=note), executor=in_background)
+    started(merger)
+    assert "rewrite" in calls
 
 
 def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:
