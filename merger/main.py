@@ -28,7 +28,8 @@ from archipelago.broker.shards.transport import of_shard
 from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder, tell_refusal
 
 LINGER_SECONDS = 0.5
-LEASE_SECONDS_MIN = 0.1
+#: A lease must outlast a wait for contributions. Redis takes one of more than a day for damage.
+LEASE_SECONDS_MIN, LEASE_SECONDS_MAX = 0.5, 24 * 3600
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ def main(options: MergerOptions) -> int:
     stopped = stop_on_signals()
     origin = options.log_as("merger", options.run)
     options.require_status()
-    least, remedy = LEASE_SECONDS_MIN, f"Give {LEASE_SECONDS_MIN} or more."
-    require_number("--lease-seconds", options.lease_seconds, remedy, least)
+    least, most = LEASE_SECONDS_MIN, LEASE_SECONDS_MAX
+    require_number("--lease-seconds", options.lease_seconds, f"Give {least} to {most}.", least, most)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
     require_number("--checkpoint-every", options.checkpoint_every, remedy)
     remedy = "Give a number of seconds, such as 5."
@@ -158,7 +159,10 @@ def main(options: MergerOptions) -> int:
         log.info(text, f"{step:,}", extra={"round": closed})
         log.info("each fragment had %.1f syncs", syncs := closed / len(manifest.fragments))
         warn_of_few_syncs(log, syncs)
-    log.info("leaving after round %s", closed, extra={"round": closed})
+    if is_finished or any(merger.epoch for merger in mergers):
+        log.info("leaving after round %s", closed, extra={"round": closed})
+    else:
+        log.info("leaving, and was a standby")
     if options.json:
         merged = sum(merger.state.merged for merger in mergers)
         print_json({"run": transport.run, "round": closed, "merged": merged, "finished": is_finished})

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.messages import MERGED_MAX, Call, Contribution, Refusal, Snapshot, from_fields, to_fields
+from archipelago.broker.messages import (
+    MEASURE_MAX,
+    MERGED_MAX,
+    Call,
+    Contribution,
+    Refusal,
+    Snapshot,
+    from_fields,
+    to_fields,
+)
 from archipelago.broker.wire import pack
 from archipelago.merger.admission import REFUSED_MAX
 from archipelago.merger.state import RunState, Sequences
@@ -174,7 +183,7 @@ def test_a_round_has_no_more_members_than_its_event_can_name() -> None:
 def test_extreme_numbers_leave_a_tape_and_a_state_that_can_be_read() -> None:
     run, merger = served_run(quorum=1)
     run.live("x", "silent")
-    for number, loss, seconds in ((1, 1.7e308, 1e9), (2, 1.7e308, 1e9), (3, -5e-324, 1e-300)):
+    for number, loss, seconds in ((1, MEASURE_MAX, 1e9), (2, -MEASURE_MAX, 1e9), (3, -5e-324, 1e-300)):
         run.clock.now += 1.0
         run.send("x", number, constant(1.0), step_seconds=seconds, loss=loss)
         while not merger.turn(0.0):

@@ -146,6 +146,17 @@ def test_without_grace_or_slack_a_round_closes_at_its_quorum_and_never_before() 
 # -- order ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_quorum_ends_with_the_answers_of_an_island_that_is_expelled() -> None:
+    some = rounds()
+    some.answer(answered("a"), 0.0)
+    assert some.close(0.0, frozenset("ab"), {0}) is None
+    assert some.deadline() is not None
+    some.forget(["a"])
+    assert some.deadline() is None, "the merger would look for contributions without a pause"
+    some.answer(answered("b"), 100.0)
+    assert some.close(100.0, frozenset("bc"), {0}) is None, "the round has a grace window again"
+
+
 def test_a_later_round_has_its_own_quorum_and_grace() -> None:
     some = rounds()
     some.answer(answered("a", 2), 0.0)
