@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -46,6 +46,17 @@ class DisturbedError(Exception):
 def block_ms(seconds: float) -> int | None:
     """Return the BLOCK argument in milliseconds, below the socket's timeout; None for no waiting."""
     return max(1, int(min(seconds, SOCKET_SECONDS / 2) * 1000)) if seconds > 0 else None
+
+
+def checked(answers: Sequence[Any]) -> Sequence[Any]:
+    """Return the answers to a pipeline, which hold an error where a key has another type of value.
+
+    Raises any other error, such as that of a server which is busy with a script.
+    """
+    for answer in answers:
+        if isinstance(answer, Exception) and "WRONGTYPE" not in str(answer):
+            raise answer
+    return answers
 
 
 class RedisConnection:
@@ -248,10 +259,7 @@ class RedisConnection:
         with self.redis.pipeline(transaction=False) as pipe:
             for name, *arguments in commands:
                 getattr(pipe, name)(*arguments)
-            answers = pipe.execute(raise_on_error=False)
-        for answer in answers:
-            if isinstance(answer, Exception) and "WRONGTYPE" not in str(answer):
-                raise answer
+            answers = checked(pipe.execute(raise_on_error=False))
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from archipelago.broker.failpoints import failpoint
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.messages import KINDS, Call, Event, Marker, Refusal, Resume, TapeEntry, text_fields, to_fields
 from archipelago.broker.presence import Presence
+from archipelago.broker.redis.connection import checked
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import ChangedError, Lease
 from archipelago.broker.redis.reader import RedisReader
@@ -86,7 +87,7 @@ class RedisMerger:
         self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
     ) -> Seen:
         names, began = self._names.known, time.monotonic()
-        take_presences, is_scanned = None, False
+        take_presences, is_scanned, control, presences = None, False, None, None
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             if renewal:
                 self.lease.ask(pipe, renewal)
@@ -96,15 +97,14 @@ class RedisMerger:
                 take_presences = self._reader.ask_presences(pipe, names)
             is_read = self._consumer.ask(pipe, names, count, block_seconds)
             answers = iter(pipe.execute(raise_on_error=False))
-        if renewal:
-            self.lease.answered(next(answers), renewal)
-        control, presences = None, None
-        if is_scanned:
-            self._names.found(next(answers))
-        if take_presences:
-            found = next(answers)
-            control = {} if isinstance(found, Exception) else text_fields(found)
-            presences = take_presences(answers)
+            if renewal:
+                self.lease.answered(next(answers), renewal)
+            if is_scanned:
+                self._names.found(next(answers))
+            if take_presences:
+                (fields,) = checked([next(answers)])
+                control = {} if isinstance(fields, Exception) else text_fields(fields)
+                presences = take_presences(answers)
         deliveries = self._consumer.taken(names, next(answers)) if is_read else []
         if around and not is_scanned:
             self._names.all()

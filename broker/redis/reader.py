@@ -25,7 +25,7 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.connection import RedisConnection, checked
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.redis.lease import epoch_in
@@ -116,7 +116,7 @@ class RedisReader:
         with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for p in shape.own_fragments:
                 pipe.hgetall(self._keys.head(p))
-            answers = pipe.execute(raise_on_error=False)
+            answers = checked(pipe.execute(raise_on_error=False))
         found = {p: self._head(p, answer) for p, answer in zip(shape.own_fragments, answers, strict=True)}
         return [found.get(p) for p in range(len(shape.fragments))]
 
@@ -200,7 +200,7 @@ class RedisReader:
             self.connection.warn_once(keys[name], WireError(f"it has more than {limit:,} bytes"))
 
         def take(answers: Iterator[Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-            found = [(name, tuple(next(answers) for _ in commands)) for name in read]
+            found = [(name, tuple(checked([next(answers) for _ in commands]))) for name in read]
             self._note_sizes(list(keys.values()), answers)
             return iter(found)
 
@@ -357,7 +357,7 @@ class RedisReader:
             pipe.get(keys.epoch)
             pipe.xrevrange(keys.tape, count=1)
             pipe.time()
-            *found, (seconds, microseconds) = pipe.execute(raise_on_error=False)
+            *found, (seconds, microseconds) = checked(pipe.execute(raise_on_error=False))
         # A key of another type answers with an error, which counts as no answer.
         holder, ttl_ms, mark, closed = (None if isinstance(each, Exception) else each for each in found)
         last = entry_id(closed[0][0].decode())[0] if closed else self.updates.first_arrival()
