@@ -6,6 +6,7 @@ them last, so readers never see an incomplete upload. Chunks expire unless a poi
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -198,6 +199,12 @@ class ChunkStore:
         if count > -(-limit // CHUNK_BYTES):
             return []  # forged: not worth a command of that size
         return [self._chunk(name, index) for index in range(count)]
+
+
+def digests_of(payload: bytes) -> str:
+    """Return the SHA-1 digests of a payload's chunks, joined: the digest that scripts of Redis can compute."""
+    parts = (payload[start : start + CHUNK_BYTES] for start in range(0, len(payload), CHUNK_BYTES))
+    return "".join(hashlib.sha1(part, usedforsecurity=False).hexdigest() for part in parts)
 
 
 def _sizes(size: int) -> list[int]:

@@ -194,7 +194,8 @@ class RedisMerger:
         for entry in dict.fromkeys(commit.entries):
             name, id_ = parse_entry(entry)
             own, kept = keys.chunk_prefix(name), keys.kept_prefix(name)
-            write.keep(keys.updates(name), id_, keys.kept(entry), own, most, kept)
+            digests = self._updates.digests.pop(entry, "")
+            write.keep(keys.updates(name), id_, keys.kept(entry), own, most, kept, digests)
         if commit.entries:
             write.commands.append(("SADD", keys.kept_entries, *commit.entries))
         write.commands += [

@@ -65,9 +65,10 @@ return {'taken', uid, number, instance()}
 #: KEYS: manifest, epoch, the header of the last round, then all others that the commands name. ARGV: the uid, the value
 #: of the epoch's key, the last round or nothing, the instance or nothing; how many fields of hashes must have a value,
 #: and of each its key, its name and the value; how many keys must exist, and these; how many entries must exist, and of
-#: each its key, its id, where it will be kept (where nothing may lie), what its chunks' keys begin with, and how many
-#: it may have; then each command as the number of its words, and these. Answers `done` with the keys that were damaged,
-#: `gone`, `overtaken`, `round` with what was found, `instance`, or `changed`, `missing` or `withdrawn` with the key.
+#: each its key, its id, where it will be kept (where nothing may lie), what its chunks' keys begin with, how many it
+#: may have, and their SHA-1 digests or nothing; then each command as the number of its words, and these. Answers `done`
+#: with the keys that were damaged, `gone`, `overtaken`, `round` with what was found, `instance`, or `changed`,
+#: `missing` or `withdrawn` with the key.
 FENCED = (
     _COMMON
     + """
@@ -116,11 +117,16 @@ local function pointer_in(fields)
   return count, name
 end
 for i = 1, tonumber(word()) do
-  local key, id, kept, prefix, most = word(), word(), word(), word(), tonumber(word())
+  local key, id, kept, prefix, most, digests = word(), word(), word(), word(), tonumber(word()), word()
   local fields = fields_of(key, id)
   if not fields or redis.call('EXISTS', kept) == 1 then return {'withdrawn', key} end
-  for _, chunk in ipairs(chunks(prefix, most, pointer_in(fields))) do
+  for i, chunk in ipairs(chunks(prefix, most, pointer_in(fields))) do
     if redis.call('EXISTS', chunk) == 0 then return {'withdrawn', key} end
+    if digests ~= '' and redis.sha1hex then  -- its island may have changed it since; fakeredis has no digests
+      local data = redis.pcall('GET', chunk)
+      local digest = type(data) == 'string' and redis.sha1hex(data)
+      if digest ~= string.sub(digests, 40 * i - 39, 40 * i) then return {'withdrawn', key} end
+    end
   end
 end
 
@@ -167,6 +173,7 @@ function commands.keep(words)
   end
   for _, suffix in ipairs(suffixes(tonumber(words[6]), pointer_in(fields))) do
     redis.call('RENAME', words[5] .. suffix, words[7] .. suffix)
+    redis.call('PERSIST', words[7] .. suffix)
   end
   return run({'XDEL', words[2], words[3]})
 end
@@ -248,19 +255,22 @@ class Write:
         #: Keys that must exist.
         self.needed: list[str] = []
         #: Of each entry that must be there its stream, its id, the key to which it moves, what its chunks' keys begin
-        #: with, and how many chunks it may have.
-        self.entries: list[tuple[str, str, str, str, int]] = []
+        #: with, how many chunks it may have, and their digests.
+        self.entries: list[tuple[str, str, str, str, int, str]] = []
         self._more_keys: list[str] = []  # those that a command names after its first one
 
-    def keep(self, stream: str, id_: str, kept: str, chunks: str, most: int, kept_chunks: str) -> None:
+    def keep(
+        self, stream: str, id_: str, kept: str, chunks: str, most: int, kept_chunks: str, digests: str = ""
+    ) -> None:
         """Move an entry of a stream into a hash, which must not exist. Else its island uses the id a second time.
 
         Args:
             chunks: What the keys of its chunks begin with.
             most: The most chunks that it may have.
             kept_chunks: What the keys to which the chunks move begin with.
+            digests: The SHA-1 digests that its chunks must have, joined; empty for any chunks.
         """
-        self.entries.append((stream, id_, kept, chunks, most))
+        self.entries.append((stream, id_, kept, chunks, most, digests))
         self.commands.append(("keep", stream, id_, kept, chunks, most, kept_chunks))
 
     def gone(self, keys: Sequence[str], *words: Value) -> None:

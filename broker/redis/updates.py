@@ -27,7 +27,7 @@ from archipelago.broker.commits import (
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, from_raw
 from archipelago.broker.presence import LIVE_SECONDS, Presence
-from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
+from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore, digests_of
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.keys import names_in
 from archipelago.broker.redis.script import Write
@@ -36,6 +36,8 @@ from archipelago.broker.signing import Raw
 #: A stream with more entries is read only by the merger, which refuses them. Honest islands have a few entries for each
 #: round of the window.
 FLOOD_ENTRIES = 1 << 13
+#: Of how many downloaded contributions the digests are kept until they are merged.
+DIGESTS_MAX = 1 << 12
 #: How long one command waits for entries. Streams of islands that are new since then are read by the next command.
 NEW_ISLANDS_SECONDS = 0.25
 #: How often a run without any contribution is looked at.
@@ -50,6 +52,8 @@ class UpdatesStreams:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks, self.names = chunks, names
+        #: The SHA-1 digests of the chunks of large contributions that were downloaded, by entry, where members sign.
+        self.digests: dict[str, str] = {}
 
     # -- what waits -------------------------------------------------------------------------------------------------
 
@@ -141,13 +145,18 @@ class UpdatesStreams:
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
         chunks = self._chunks.kept_of(sender) if kept else self._chunks.of(sender)
-        download = partial(self._download, chunks, raw, contribution.bytes)
+        download = partial(self._download, entry, chunks, raw, contribution.bytes)
         delivery = Delivery(entry, contribution, download=download)
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
-    def _download(self, chunks: ChunkStore, raw: Raw, size: int) -> bytes:
+    def _download(self, entry: str, chunks: ChunkStore, raw: Raw, size: int) -> bytes:
         with self._connection.translated():
-            return chunks.fetch(raw, size)
+            payload = chunks.fetch(raw, size)
+        if self._connection.signing.is_on and PAYLOAD.encode() not in raw:
+            self.digests[entry] = digests_of(payload)
+            while len(self.digests) > DIGESTS_MAX:
+                self.digests.pop(next(iter(self.digests)), None)  # of what was refused
+        return payload
 
 
 class UpdatesConsumer:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from archipelago.broker import invitation
-from archipelago.broker.errors import ConfigError, FencedError, WireError
+from archipelago.broker.errors import ConfigError, FencedError, WireError, WithdrawnError
 from archipelago.broker.invitation import Invitation, Member, key_text
 from archipelago.broker.messages import Call, Resume, Snapshot, to_fields
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -24,10 +24,11 @@ from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.failing import failing
 from tests.harness.merger_run import compact_now
 from tests.integration.virtual import bits, work
-from tests.samples import commit, contribution, first_snapshots, handover, heartbeat, image, manifest
+from tests.samples import begin, commit, contribution, first_snapshots, handover, heartbeat, image, manifest
 
 ISLANDS = ("island-0", "island-1", "island-2")
 SPEEDS = [1.0, 1.2, 1.5]
@@ -37,8 +38,8 @@ NAMES = (f"signed-{n}" for n in itertools.count())
 class Keys:
     """The keys of a run's mergers and islands, and connections with them."""
 
-    def __init__(self, run: str, islands: tuple[str, ...] = ISLANDS, server: str = "") -> None:
-        self.run, self.url = run, f"fakeredis://{server or run}"
+    def __init__(self, run: str, islands: tuple[str, ...] = ISLANDS, server: str = "", url: str = "") -> None:
+        self.run, self.url = run, url or f"fakeredis://{server or run}"
         self.private, self.public = {}, {}
         for name in (MERGER, *islands):
             self.private[name], self.public[name] = generate()
@@ -239,6 +240,35 @@ def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(run: 
     put(keys.fragment(0), {**new, b"payload": old[b"payload"]})
     with failing(WireError, "wire.snapshot"):
         full_snapshot(run.keys.viewer().reader, run.manifest, 0)
+
+
+def test_a_payload_that_its_island_changes_after_the_merger_has_read_it_is_not_merged(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A takeover could not merge it again. Nor may the island let what was merged expire."""
+    monkeypatch.setattr("archipelago.broker.redis.chunks.INLINE_BYTES", 8)
+    keys = Keys(next(NAMES), url=server.url)
+    merger = begin(keys.connect("merger")).merger
+    epoch = merger.acquire("merger", 60.0) or 0
+    payload = b"a contribution"
+    header = replace(contribution(island="island-0"), bytes=len(payload), digest=signed_digest(payload))
+    entry = keys.connect("island-0").island.publish(header, payload)
+    raw, key = keys.plain().connection.redis, keys.plain().connection.keys
+    (chunk,) = raw.scan_iter(f"{key.chunk_prefix('island-0')}*")
+
+    def read() -> bytes:
+        merger.rewind()
+        return next(each for each in merger.updates(0.0) if each.entry == entry).with_payload().payload
+
+    assert read() == payload
+    raw.set(chunk, bytes(len(payload)))
+    with failing(WithdrawnError):
+        merger.commit(epoch, commit([entry]))
+    raw.set(chunk, payload, ex=5)
+    assert read() == payload
+    merger.commit(epoch, commit([entry]))
+    (kept,) = raw.scan_iter(f"{key.kept_prefix('island-0')}*")
+    assert (raw.get(kept), raw.ttl(kept)) == (payload, -1)
 
 
 # -- mergers -------------------------------------------------------------------------------------------------------
