@@ -175,8 +175,12 @@ class TorchRun(Session):
     def _loss_of(self, vectors: Sequence[Vector]) -> Any:
         assert self._evaluate is not None  # noqa: S101 - only islands with one are asked
         with self._parameters.lent() as named:
-            self._replica.write(named, vectors)
+            self._lend(named, vectors)
             return self._evaluate(self._model)
+
+    def _lend(self, named: Mapping[str, Any], vectors: Sequence[Vector]) -> None:
+        """Write merged parameters into the module for a while. There is a copy of its own ones."""
+        self._replica.write(named, vectors)
 
     def _use_state(self, state: Sequence[Any]) -> None:
         if self._state is not None:
@@ -194,7 +198,7 @@ def _config_text(model: Any) -> str:
     config = _own_config(model)
     if config is None or "model_type" not in config:
         return ""
-    architectures = config.get("architectures") or [type(unwrapped(model)[0]).__name__]
+    architectures = config.get("architectures") or [type(unwrapped(model)[0]).__name__.removeprefix("FSDP")]
     text = json.dumps({**config, "architectures": architectures}, default=str, sort_keys=True)
     return text if len(text) <= MODEL_CONFIG_MAX else ""
 

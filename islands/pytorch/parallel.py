@@ -12,7 +12,7 @@ What the leader says, and when, is in `islands.team`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,9 +100,9 @@ class Leader(Leading, TorchRun):
         self._team.tell(Work.GIVE_STATE)
         return [self._state.digest, *map(HostCopy, self._team.gather_state(self._state))]
 
-    def _loss_of(self, vectors: Sequence[Vector]) -> Any:
-        self._team.tell(Work.EVALUATE)
-        return super()._loss_of(vectors)
+    def _lend(self, named: Mapping[str, Any], vectors: Sequence[Vector]) -> None:
+        self._team.tell(Work.EVALUATE)  # not before: the others wait for the parameters, and the copy may fail
+        super()._lend(named, vectors)
 
     def _use_state(self, state: Sequence[Any]) -> None:
         if self._state is not None:

@@ -36,7 +36,8 @@ class StateEntry:
         optimizer: The parameter's optimiser, which has another `state` after `load_state_dict`.
         name: The parameter's name; its position if the module does not have it.
         key: The name of the value, such as `exp_avg`.
-        example: A value of this shape, dtype and device, or a plain number.
+        example: A value of this shape, dtype and layout without memory, or a plain number.
+        device: Where the optimiser keeps it.
     """
 
     group: Mapping[str, Any]
@@ -45,6 +46,7 @@ class StateEntry:
     name: str
     key: str
     example: Any
+    device: Any = None
 
     @property
     def states(self) -> Any:
@@ -73,7 +75,8 @@ class StateEntry:
         if not torch.is_tensor(self.example):
             value = type(self.example)(own.item())
         else:
-            value = joined_like(own.to(device=_home(self), dtype=self.example.dtype), self.example)
+            like = own_piece(self.example)  # fused kernels need the strides of the parameter
+            value = joined_like(torch.empty_like(like, device=self.device).copy_(own), self.example)
         self.states[self.parameter][self.key] = value
 
 
@@ -127,9 +130,10 @@ class OptimizerState:
                             continue
                         if not (torch.is_tensor(value) or isinstance(value, int | float)):
                             raise TypeError(f"{key!r} is a {type(value).__name__}, not a tensor or a number")
+                        device = value.device if torch.is_tensor(value) else None
                         if torch.is_tensor(value):
                             value = torch.empty_like(value, device="meta")
-                        yield StateEntry(group, optimizer, parameter, name, key, value)
+                        yield StateEntry(group, optimizer, parameter, name, key, value, device)
 
     def still_travels(self) -> bool:
         """Return whether the state has the layout that it had at first. Otherwise no peer could use it from now on."""
@@ -186,12 +190,6 @@ def _layout(value: Any) -> str:
     if not torch.is_tensor(value):
         return f"a number ({type(value).__name__})" if isinstance(value, int | float) else f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def _home(entry: StateEntry) -> Any:
-    """Return the device of a value. Counts stay on the CPU unless the optimiser runs in a graph or in one kernel."""
-    is_count = entry.key == "step" and not (entry.group.get("capturable") or entry.group.get("fused"))
-    return torch.device("cpu") if is_count else entry.parameter.device
 
 
 def _step_without_gradients(optimizer: Any) -> None:

@@ -19,6 +19,7 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.islands.models.llama import Names
 from archipelago.islands.pytorch.joining import Joining, create, membership
 from archipelago.islands.pytorch.module import unwrapped
+from archipelago.islands.pytorch.pieces import mesh_of
 from archipelago.islands.user_loop.tensors import Trained
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ class TrainerIsland:
             )
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if self.length is not None:
+        leads = group is None or mesh_of(inner) is not None or dist.get_rank(group) == 0
+        if self.length is not None and leads:  # of a model that is split, all processes create
             create(self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
         bare = [getattr(each, "optimizer", each) for each in optimizers]
         run = membership(Joining(self._url, self._name, model, bare, island=self._island, **self._shared), group)

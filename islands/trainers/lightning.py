@@ -86,7 +86,8 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
             return  # gradients are accumulated
         self._synced, examples, self._examples = trainer.global_step, self._examples, 0
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        is_finished = self.island.sync(examples, loss if torch.is_tensor(loss) else None)
+        loss = loss * trainer.accumulate_grad_batches if torch.is_tensor(loss) else None  # Lightning has divided it
+        is_finished = self.island.sync(examples, loss)
         pl_module.log("run_step", float(self.island.step), on_step=True, on_epoch=False)
         self._follow(trainer)
         if is_finished:

@@ -54,6 +54,11 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         _require_mergeable(args)  # of a trainer that got the callback after it was made
+        if getattr(args, "use_vllm", False) and hasattr(about["model"], "peft_config"):
+            raise refused(
+                "TRL merges adapters into the frozen weights for vLLM, and back, which rounds them",
+                "Set `use_vllm=False`, or train without adapters.",
+            )
         callbacks = _all_callbacks()
         require_one(callbacks, ArchipelagoCallback)
         limit = 0 if self._ends_with_run else state.max_steps

@@ -101,6 +101,21 @@ def test_a_newcomer_goes_on_as_the_giver_would(kind: str) -> None:
             np.testing.assert_array_equal(as_float32(one), as_float32(other))
 
 
+def test_the_state_of_a_peer_has_the_strides_of_the_parameters() -> None:
+    """Fused kernels read both in the order of their memory."""
+    convolutions = [torch.nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in convolutions]
+    giver, own = (
+        OptimizerState([optimizer], dict(model.named_parameters()))
+        for model, optimizer in zip(convolutions, optimizers, strict=True)
+    )
+    for state in (giver, own):
+        state.rehearse()
+    own.use(own.decode(*handover(giver)))
+    (held,) = optimizers[1].state.values()
+    assert held["exp_avg"].stride() == convolutions[1].weight.stride() != (27, 9, 3, 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_default_device_of_the_script_changes_nothing(kind: str) -> None:
     """Numbers of a state and a state that has not begun are made on the host. Here the default device has no values."""

@@ -35,9 +35,10 @@ class Watch(lightning.Callback):  # type: ignore[name-defined, misc]
     """Notes the run's clock and the learning rate after each step."""
 
     def __init__(self, run: ArchipelagoCallback) -> None:
-        self.island, self.seen = run.island, set[tuple[int, float]]()
+        self.island, self.seen, self.losses = run.island, set[tuple[int, float]](), list[float]()
 
-    def on_train_batch_end(self, trainer: Any, *about: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *about: Any) -> None:
+        self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
         self.seen.add((self.island.step, trainer.optimizers[0].param_groups[0]["lr"]))
 
 
@@ -54,6 +55,8 @@ def test_a_trainer_trains_until_the_run_ends_on_its_clock(url: str) -> None:
     assert 60 <= made.global_step < 10_000, "neither epochs nor `min_steps` decide when it ends"
     assert {step for step, _ in watch.seen} >= {0, 60}
     assert all(rate == pytest.approx(0.01 * (1 - step / 60)) for step, rate in watch.seen)
+    reported = [each.loss for entry in connect(url, "own").reader.tape(1000) for each in entry.members]
+    assert 0.9 * min(watch.losses) <= min(reported) <= max(reported) <= 1.1 * max(watch.losses)
     (tokens,) = {each.heartbeat.tokens for each in connect(url, "own").reader.presences()}
     assert tokens == (made.global_step - 1) * 16, "once for two batches, but for the step that the scaler skipped"
     for name, tensor in model.named_parameters():

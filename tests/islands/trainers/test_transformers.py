@@ -203,6 +203,12 @@ def test_bad_input_is_one_error_with_a_code(url: str) -> None:
     with failing(ConfigError, "trainer.option"):
         late.train()
 
+    args = transformers.TrainingArguments("out", report_to="none")
+    args.use_vllm, adapted = True, Network()
+    adapted.peft_config = {}
+    with failing(ConfigError, "trainer.option"):
+        transformers.Trainer(adapted, args, train_dataset=examples(8), callbacks=[callback]).train()
+
     class Inner(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
         def on_step_end(self, *about: Any, **more: Any) -> None:
             trainer([callback], max_steps=1).train()
