@@ -53,7 +53,12 @@ class Recorder:
         if manifest.shard is not None:
             body["shard"] = manifest.shard
         if (self.folder / _BEGIN).exists():
-            if _read(self.folder / _BEGIN) != body:
+            # Of the snapshots only what they hold: the first invitation signs those that Redis has.
+            known, own = (
+                {**each, "snapshots": [data for _, data in each["snapshots"]]}
+                for each in (_read(self.folder / _BEGIN), body)
+            )
+            if known != own:
                 raise ConfigError(
                     f"{self.folder} holds the record of another run {manifest.run!r}",
                     "Move it away, or name another folder with --folder.",

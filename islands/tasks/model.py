@@ -30,7 +30,10 @@ class TaskModel:
         """
         task = named.task
         self.named, self._seed = named, seed
-        self._layout = TreeLayout.of(named.call("init", task.init, seed) if task.shapes is None else task.shapes)
+        layout = None if task.shapes is None else TreeLayout.of(task.shapes)
+        if layout is None or layout.own:  # leaves that are not trained need their values
+            layout = TreeLayout.of(named.call("init", task.init, seed))
+        self._layout = layout
         self.tensors = self._layout.tensors(kinds_by(task.kinds))
         # Leaves that are not trained are constants of the program, and `init` may draw them.
         functions = _hashable(task.init), _hashable(task.loss)

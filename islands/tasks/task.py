@@ -55,7 +55,8 @@ class Task:
         tokens: What a batch counts, in tokens, examples or any unit that all islands share: a number, or a function of
             a batch. The weight of an island follows from it. The default is the length of the first array.
         name: The name of the task in its run. The default is that of its file.
-        shapes: The tree of `jax.ShapeDtypeStruct` that `init` fills. With it, `init` is only called to begin a run.
+        shapes: The tree of `jax.ShapeDtypeStruct` that `init` fills. With it, `init` is only called to begin a
+            run, and for the values of leaves that are not trained.
     """
 
     init: Callable[[int], Any]

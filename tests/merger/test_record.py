@@ -102,6 +102,8 @@ def test_a_folder_of_another_runs_record_is_refused(tmp_path: Path) -> None:
         with failing(ConfigError, "record.folder"):
             recorder.begin(manifest, first)
     assert sorted(read(tmp_path).rounds) == [1]
+    signed = [(replace(snapshot, digest="a" * 64), data) for snapshot, data in FIRST]
+    recorder.begin(MANIFEST, signed)  # the first invitation has signed them
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

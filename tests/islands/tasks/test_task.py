@@ -258,3 +258,9 @@ def test_settings_that_would_change_nothing_are_refused() -> None:
     assert task_config(given, own).inner == InnerConfig(steps=77)
     again = task_config(given, own)
     assert task_config(again, own) == again, "the config of a run can be given again"
+
+
+def test_leaves_that_are_not_trained_have_their_values_though_shapes_are_given() -> None:
+    shapes = jax.eval_shape(lambda: init(0))
+    work = Workload.of(file_of(replace(TASK, shapes=shapes)), CONFIG)
+    assert work.model.tree(work.model.init())["calls"] == 7
