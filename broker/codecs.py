@@ -257,6 +257,8 @@ def _int4_codes(ratio: Array, xp: Any) -> Array:
 
     Adding ROUNDER rounds to nearest, ties to even, and leaves the sum's integer in the lowest bits of its mantissa.
     """
+    if xp is not np:  # keeps XLA from rounding the product and this sum at once, as it may on GPUs
+        ratio = xp.clip(ratio, np.float32(-7), np.float32(7))
     return (ratio + ROUNDER).view(np.uint32) & np.uint32(15)
 
 

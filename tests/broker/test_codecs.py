@@ -233,6 +233,34 @@ def test_the_maximum_of_a_block_keeps_its_nan_among_many_blocks() -> None:
         assert body_of(parts) == codec(name).encode(values_N), name
 
 
+def _sums_of_products(jaxpr: Any) -> list[Any]:
+    """Return the sums of float32 in a program that a compiler may fuse with a product, also through a choice."""
+    made_by, found = dict[Any, Any](), list[Any]()
+
+    def is_product(value: Any) -> bool:
+        step = None if isinstance(value, jax.extend.core.Literal) else made_by.get(value)
+        if step is None or step.primitive.name == "mul":
+            return step is not None
+        is_through = step.primitive.name in ("select_n", "reshape") or "_where" in str(step.params.get("name"))
+        return is_through and any(map(is_product, step.invars))
+
+    for step in jaxpr.eqns:
+        if (inner := step.params.get("jaxpr")) is not None:
+            found += _sums_of_products(inner.jaxpr)
+        is_sum = step.primitive.name in ("add", "sub") and step.outvars[0].aval.dtype == jnp.float32
+        found += [step] if is_sum and any(map(is_product, step.invars)) else []
+        made_by |= dict.fromkeys(step.outvars, step)
+    return found
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_no_device_can_round_a_product_and_a_sum_at_once(name: str) -> None:
+    """XLA fuses them on GPUs, and a code beside a tie would be another one."""
+    assert _sums_of_products(jax.make_jaxpr(lambda x, y: x * y + x)(jnp.ones(2), jnp.ones(2)).jaxpr)
+    values_N = jnp.ones(TOP_BLOCK)
+    assert not _sums_of_products(jax.make_jaxpr(lambda values_N: codec(name).quantise(values_N, jnp))(values_N).jaxpr)
+
+
 def test_the_reciprocal_of_every_scale_is_rounded_as_numpy_rounds_it() -> None:
     """Tops from TINY to HUGE, divided by up to 127, have these scales: all mantissas, and no subnormal reciprocal."""
     first, last = (np.float32(x).view(np.uint32) >> 16 for x in (TINY / 256, HUGE))
