@@ -334,9 +334,12 @@ class KnownMembers:
             return None
         return [name for name, member in members.by_name.items() if member.role == "island"]
 
-    def require_unsigned(self) -> None:
-        """Raise ConfigError if the members of the run sign what they send. This process has no key to do so."""
-        if self.read().merger_key:
+    def require_unsigned(self, *, afresh: bool = False) -> None:
+        """Raise ConfigError if the members of the run sign what they send. This process has no key to do so.
+
+        With `afresh`, they are read now: the first invitation ends the lease of a merger, which asks at once again.
+        """
+        if (self._stored() if afresh else self.read()).merger_key:
             raise ConfigError(
                 f"the members of the run {self._run!r} sign what they send, and this process has no key",
                 "Start it with a join file, which `archipelago invite` makes, in place of the URL.",

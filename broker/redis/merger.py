@@ -67,7 +67,7 @@ class RedisMerger:
         if self._signing.is_on:
             self._signing.signed("state", {})  # a viewer has no key
         else:
-            self._members.require_unsigned()
+            self._members.require_unsigned(afresh=True)
 
     def stand_by(self, name: str) -> None:
         now_ms, key = self._reader.server_ms(), self._keys.standbys

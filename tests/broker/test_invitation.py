@@ -129,3 +129,14 @@ def test_known_members_count_while_their_server_is_away(monkeypatch: pytest.Monk
     now += 2 * signing.KNOWN_SECONDS
     with pytest.raises(UnreachableError):
         known.read()
+
+
+def test_a_merger_asks_for_the_members_as_they_are_now() -> None:
+    """The first invitation ends its lease, and it asks for another one at once."""
+    found = Members.of({})
+    known = KnownMembers("demo", lambda: found, lambda: 0.0)
+    known.require_unsigned()
+    found = Members.of({MERGER_KEY: KEY})
+    known.require_unsigned()
+    with failing(ConfigError, "signature.no-key"):
+        known.require_unsigned(afresh=True)
