@@ -29,6 +29,8 @@ class FragmentCount:
     Attributes:
         version: The version from which the progress is measured.
         held: The digest of its parameters.
+        round: The round that made it.
+        step: The run's step at that round.
         newest: The newest version that was announced.
         steps: Inner steps since that version or since the last sending.
         tokens: Tokens of those steps.
@@ -36,6 +38,8 @@ class FragmentCount:
 
     version: int = 0
     held: str = ""
+    round: int = 0
+    step: int = 0
     newest: int = 0
     steps: int = 0
     tokens: int = 0
@@ -155,6 +159,9 @@ class Ledger:
             shard.go_to(closed)
             for p in shard.own.fragments:
                 self.counts[p].newest = 0
+            # What was made later is no step of the run any more. The versions that arrive now set the clock forward.
+            kept = [count.step for p, count in enumerate(self.counts) if count.round <= self._of(p + 1).closed]
+            self.global_step = self.merged_step = max(kept, default=0)
         shard.answered = {number for number in unresolved if number > shard.closed}
 
     def due(self, blocked: Collection[int] = ()) -> int | None:
@@ -174,9 +181,8 @@ class Ledger:
     def adopted(self, snapshot: Snapshot, keeps_progress: bool) -> None:
         """Measure a fragment from an adopted snapshot. With `keeps_progress`, its unsent steps stay counted."""
         count = self.counts[snapshot.fragment]
-        if snapshot.version < count.version:  # the run went back, and its clock with it
-            self.global_step = self.merged_step = snapshot.step
         count.version, count.held = snapshot.version, snapshot.held
+        count.round, count.step = snapshot.round, snapshot.step
         count.newest = max(count.newest, snapshot.version)
         if not keeps_progress:
             self._zero(snapshot.fragment)

@@ -247,11 +247,11 @@ class Inbox:
             return
         instance = self._reader.instance()
         if self._instance not in ("", instance):
+            # First, so that no later event is missed: this server's clock may be behind, and ids of events follow it.
+            self._after = min(self._after, self._reader.last_event(), key=entry_id)
             stored = last_round(self._fresh_heads())
             if stored is not None:
                 self._return_to(stored)
-            # The clock of this server may be behind that of the other one, and ids of events follow it.
-            self._after = min(self._after, self._reader.last_event(), key=entry_id)
         self._instance, self._looked_at = instance, now
 
     def _return_to_last_round(self) -> None:

@@ -164,7 +164,6 @@ def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
     assert send_due(island) == [2, 3]  # round 4 is answered already, and the call of round 6 was lost
     island.adopted(snapshot(island, 1), keeps_progress=False)
     assert island.counts[0].version == 1
-    assert island.global_step == island.merged_step == snapshot(island, 1).step < 4
     island.heard(snapshot(island, 3))
     assert island.staleness == 0.5
 
@@ -179,6 +178,23 @@ def test_adoption_closes_its_round_and_zeroes_the_counts_unless_progress_is_kept
         island.adopted(snapshot(island, 1), keeps_progress)
         assert [(c.steps, c.tokens, c.version) for c in island.counts] == [(*kept, 1), (3, 30, 0)]
         assert send_due(island)[0] == 2
+
+
+def test_a_run_that_loses_rounds_takes_the_clock_back_to_its_last_step() -> None:
+    for closed, step in ((4, 9), (3, 6), (2, 0)):
+        island = ledger(fragments=2, interval=4, window=2)
+        for number in (1, 2, 3, 4):
+            island.adopted(snapshot(island, number, step=2 * number), keeps_progress=False)
+        island.stepped(1, 10)
+        island.resumed(0, closed, set())
+        assert island.global_step == step, "a version that is left tells it, and else those that arrive now"
+    island = ledger(fragments=2, interval=4, window=2)
+    island.adopted(snapshot(island, 1, step=2), keeps_progress=False)
+    island.resumed(0, 0, set())
+    assert island.global_step == 0
+    island.adopted(snapshot(island, 2, step=4), keeps_progress=False)
+    island.adopted(snapshot(island, 1, step=2), keeps_progress=False)
+    assert island.global_step == island.merged_step == 4
 
 
 def test_a_version_with_other_parameters_is_not_held() -> None:
