@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 
@@ -104,6 +104,8 @@ class Joining:
     island: str | None = None
     wait_seconds: float = 30.0
     evaluate: Evaluate | None = None
+    #: What the process that talks to Redis does before it joins, such as to create the run.
+    before: Callable[[], object] = lambda: None
 
     def parts(self) -> tuple[ModuleParameters, OptimizerState | None]:
         """Return the parameters, and the state of the optimisers if there are any."""
@@ -120,11 +122,16 @@ class TorchRun(Session):
 
     def __init__(self, given: Joining) -> None:
         super().__init__(given.url, given.run, given.island, given.wait_seconds, given.evaluate)
-        self._model = given.model
+        self._model, self._before = given.model, given.before
         self._parameters, self._state = given.parts()
         self._llama_config = _own_config(given.model) if given.names is llama.from_llama else None
         self._gives_state = self._state is not None
         self._schedule = ScheduleWatch(given.optimizers[0]) if given.optimizers else None
+
+    def __enter__(self) -> Self:
+        """Join the run."""
+        self._before()
+        return super().__enter__()
 
     def sync(self, *, tokens: int | None = None, loss: Loss | None = None, steps: int = 1) -> None:
         """Sync after `optimizer.step()`. It changes the model's parameters in place, and never waits for the run.

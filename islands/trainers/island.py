@@ -9,6 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,11 +117,17 @@ class TrainerIsland:
             )
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        leads = group is None or mesh_of(inner) is not None or dist.get_rank(group) == 0
-        if self.length is not None and leads:  # of a model that is split, all processes create
-            create(self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
+
+        def before() -> object:
+            return None
+
+        if self.length is not None:
+            before = partial(create, self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
+            if mesh_of(inner) is not None:
+                before()  # all processes have a part of the model
         bare = [getattr(each, "optimizer", each) for each in optimizers]
-        run = membership(Joining(self._url, self._name, model, bare, island=self._island, **self._shared), group)
+        given = Joining(self._url, self._name, model, bare, island=self._island, before=before, **self._shared)
+        run = membership(given, group)
         self._run, self.is_joined = run.__enter__(), True
         self._scaler, self._scale = scaler, scaler.get_scale() if scaler else 0.0
         atexit.register(self._at_exit)
