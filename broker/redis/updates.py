@@ -52,7 +52,8 @@ class UpdatesStreams:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks, self.names = chunks, names
-        #: The SHA-1 digests of the chunks of large contributions that were downloaded, by entry, where members sign.
+        #: The SHA-1 digests of the chunks of large contributions that were downloaded to be merged, by entry, where
+        #: members sign. A download later, such as for a checkpoint, may find something else.
         self.digests: dict[str, str] = {}
 
     # -- what waits -------------------------------------------------------------------------------------------------
@@ -145,17 +146,17 @@ class UpdatesStreams:
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
         chunks = self._chunks.kept_of(sender) if kept else self._chunks.of(sender)
-        download = partial(self._download, entry, chunks, raw, contribution.bytes)
+        download = partial(self._download, entry if verify else "", chunks, raw, contribution.bytes)
         delivery = Delivery(entry, contribution, download=download)
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
     def _download(self, entry: str, chunks: ChunkStore, raw: Raw, size: int) -> bytes:
         with self._connection.translated():
             payload = chunks.fetch(raw, size)
-        if self._connection.signing.is_on and PAYLOAD.encode() not in raw:
+        if entry and self._connection.signing.is_on and PAYLOAD.encode() not in raw:
             self.digests[entry] = digests_of(payload)
-            while len(self.digests) > DIGESTS_MAX:
-                self.digests.pop(next(iter(self.digests)), None)  # of what was refused
+            for old in list(self.digests)[:-DIGESTS_MAX]:  # of what was refused
+                self.digests.pop(old, None)
         return payload
 
 
