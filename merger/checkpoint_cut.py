@@ -89,7 +89,7 @@ class Leading:
     ) -> None:
         self.announced = 0
         self._primary, self._others, self._missing = primary, others, missing
-        self._number = 0  # the last checkpoint that this merger has begun
+        self._number, self._whole = 0, -1  # the last checkpoint that this merger has begun, and the last complete one
         self._rounds: list[int] | None = None  # of the other shards, before that
         self._has_warned = False
         self._began_at: float | None = None  # while parts of it may be missing
@@ -112,7 +112,7 @@ class Leading:
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             try:
-                if not self._missing(self._number):
+                if not self._missing_parts():
                     self._began_at = None
             except ArchipelagoError as error:
                 log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
@@ -146,7 +146,7 @@ class Leading:
         """
         rounds = self._last_rounds()
         is_empty = not closed and not any(rounds)
-        return not is_empty and (rounds != self._rounds or bool(self._missing(self._number)))
+        return not is_empty and (rounds != self._rounds or bool(self._missing_parts()))
 
     def has_backlog(self) -> bool:
         """Return whether another shard still has contributions to merge, or cannot be read."""
@@ -155,13 +155,19 @@ class Leading:
         except BrokerError:
             return True
 
+    def _missing_parts(self) -> Sequence[int]:
+        """Return the shards without a part of the last checkpoint. One that was complete is not looked at again."""
+        missing = () if self._whole == self._number else self._missing(self._number)
+        self._whole = self._whole if missing else self._number
+        return missing
+
     def _last_rounds(self) -> list[int]:
         return [max((entry.round for entry in reader.tape(1)), default=0) for reader in self._others]
 
     def _misses_parts(self) -> bool:
         """Return whether the last checkpoint is not complete. Log that, once until one is."""
         try:
-            missing = self._missing(self._number)
+            missing = self._missing_parts()
         except ArchipelagoError as error:
             log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
             return True

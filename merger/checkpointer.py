@@ -18,7 +18,7 @@ import numpy as np
 from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.commits import Image
 from archipelago.broker.control import CHECKPOINT
-from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
+from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import UNSAVED, Counters, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
@@ -135,7 +135,15 @@ class Checkpointer:
         is_end = is_last and not (self.leading and self.leading.has_backlog())
         if not self.is_due(now, urgent=is_end or is_crowded or is_asked):
             return
-        if self.lacks(state):
+        try:
+            is_needed = self._lacks(state)
+        except UnreachableError:
+            if is_last:  # the answer is on its way, and another checkpoint would not be seen any sooner
+                return
+            is_needed = True
+        except ArchipelagoError:
+            is_needed = True  # the attempt to take one reports the fault
+        if is_needed:
             self._asked = asked
             self.take(state, now)
         elif asked:
@@ -152,12 +160,15 @@ class Checkpointer:
 
     def lacks(self, state: RunState) -> bool:
         """Return whether a closed round is missing from all checkpoints, for example after the folder was emptied."""
-        closed = state.closed
         try:
-            is_missed = self.leading is not None and self.leading.lacks(closed)
-            return is_missed or closed > state.covered or (closed > 0 and not self.store.numbers())
+            return self._lacks(state)
         except ArchipelagoError:
-            return True  # the attempt to take one reports the fault
+            return True
+
+    def _lacks(self, state: RunState) -> bool:
+        closed = state.closed
+        is_missed = self.leading is not None and self.leading.lacks(closed)
+        return is_missed or closed > state.covered or (closed > 0 and not self.store.numbers())
 
     def take(self, state: RunState, now: float) -> None:
         """Cut the run, tell the islands, and start writing the checkpoint."""

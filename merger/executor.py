@@ -5,6 +5,7 @@ In virtual time there are no threads, and each job is done before the next line 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -57,3 +58,14 @@ def awaited(future: Future[T], between: Callable[[], object]) -> T:
             if future.done():  # just now, or it is the error of the job
                 return future.result()
         between()
+
+
+def beside(spawn: Spawn, call: Callable[[], T], between: Callable[[], object]) -> T:
+    """Make a call as a job, and wait for it as `awaited` does. What it logs has the name of this thread."""
+    name = threading.current_thread().name
+
+    def named() -> T:
+        threading.current_thread().name = name
+        return call()
+
+    return awaited(spawn(named), between)

@@ -8,7 +8,7 @@ is that of a checkpoint, for the whole run, or that of a compaction in Redis, fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -123,6 +123,7 @@ def merge_again(
     fragment: FragmentState,
     rounds: Sequence[TapeEntry],
     transport: MergerTransport,
+    go_on: Callable[[], object],
     *,
     exactly: bool = True,
 ) -> FragmentState:
@@ -136,6 +137,7 @@ def merge_again(
         before = state_before(tape)
         deliveries = transport.merger.read([member.entry for member in tape.members])
         fragment = replay_round(rules, before, fragment, tape, deliveries, exactly=exactly)
+        go_on()
     return fragment
 
 

@@ -71,11 +71,13 @@ def load(
     transport: MergerTransport,
     rules: RoundMerge,
     store: CheckpointStore | None,
+    go_on: Callable[[], object] = nothing,
     require_lease: Callable[[], object] = nothing,
 ) -> Loaded:
     """Load the shard as its last commit left it, to the same bits. If it is damaged, restore it from a checkpoint.
 
     Args:
+        go_on: Called after each fragment and each round. It raises FencedError if nobody waits for the result any more.
         require_lease: Raises FencedError if another merger serves now. What it writes while this one reads looks like
             damage.
 
@@ -83,7 +85,7 @@ def load(
         ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`).
     """
     try:
-        return _from_redis(transport, rules, has_checkpoints=store is not None)
+        return _from_redis(transport, rules, go_on, has_checkpoints=store is not None)
     except (WireError, ConfigError, DifferenceError) as error:
         damage = error.what
     require_lease()
@@ -95,13 +97,15 @@ def load(
             REMEDY.format(run=rules.manifest.run),
             code="config.lost-state",
         )
-    return _from_checkpoint(transport, rules, image)
+    return _from_checkpoint(transport, rules, image, go_on)
 
 
 # -- from Redis ------------------------------------------------------------------------------------------------------
 
 
-def _from_redis(transport: MergerTransport, rules: RoundMerge, *, has_checkpoints: bool) -> Loaded:
+def _from_redis(
+    transport: MergerTransport, rules: RoundMerge, go_on: Callable[[], object], *, has_checkpoints: bool
+) -> Loaded:
     """Read one fragment after another: the payloads of all of them would take a third of the merger's memory.
 
     The tape is read as far back as the oldest compaction and, if the merger takes some, the newest checkpoint. Raises
@@ -127,8 +131,9 @@ def _from_redis(transport: MergerTransport, rules: RoundMerge, *, has_checkpoint
         if missing := [number for number in numbers if number not in tape]:
             raise WireError(f"the tape lacks round {missing[0]}")
         rounds = [tape[number] for number in numbers]
-        fragment = _merged_again(transport, rules, p, fragment, rounds)
+        fragment = _merged_again(transport, rules, p, fragment, rounds, go_on)
         full[p], fragments[p] = held, fragment
+        go_on()
     return Loaded(state, fragments, snapshots, full, list(tape.values()))
 
 
@@ -172,6 +177,7 @@ def _merged_again(
     p: int,
     fragment: FragmentState,
     rounds: Sequence[TapeEntry],
+    go_on: Callable[[], object],
 ) -> FragmentState:
     """Return a fragment after the rounds that its compaction does not cover.
 
@@ -180,12 +186,12 @@ def _merged_again(
     the islands hold.
     """
     try:
-        return merge_again(rules, fragment, rounds, transport)
+        return merge_again(rules, fragment, rounds, transport, go_on)
     except DifferenceError as error:
         if error.code != DifferenceError.code:
             raise
         difference = error
-    nearly = merge_again(rules, fragment, rounds, transport, exactly=False)
+    nearly = merge_again(rules, fragment, rounds, transport, go_on, exactly=False)
     holding = newest(transport.reader, rules.manifest, p)
     if holding.snapshot.version != rounds[-1].version:
         raise difference
@@ -221,7 +227,9 @@ def _newest_image(store: CheckpointStore | None, manifest: Manifest) -> Image | 
     return image if image is not None and image.manifest.to_fields() == manifest.to_fields() else None
 
 
-def _from_checkpoint(transport: MergerTransport, rules: RoundMerge, image: Image) -> Loaded:
+def _from_checkpoint(
+    transport: MergerTransport, rules: RoundMerge, image: Image, go_on: Callable[[], object]
+) -> Loaded:
     """Return the shard after its checkpoint and those rounds on the tape that can be merged again, in order."""
     manifest = rules.manifest
     state, fragments = RunState.from_json(image.state), of_image(rules, image)
@@ -238,6 +246,7 @@ def _from_checkpoint(transport: MergerTransport, rules: RoundMerge, image: Image
             break
         snapshots[p] = snapshot_of(manifest, entry, fragments[p].published_N, 0)
         merged.append(entry)
+        go_on()
     state = replace(_with_refusals(transport, state), covered=covered)
     wire = manifest.config.wire
     compactions = [full_state(snapshots[p], fragment).packed(wire) for p, fragment in fragments.items()]

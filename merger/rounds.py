@@ -29,7 +29,8 @@ from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
 from archipelago.merger.claims import SILENT_ROUNDS
 from archipelago.merger.state import ACCOUNTS_MAX, RoundTiming, RunState
 
-#: No round waits longer than this after its quorum, however long the steps are that islands report.
+#: No round waits longer than this after its quorum, or for a silent island, however long the steps are that islands
+#: report.
 GRACE_SECONDS_MAX = 86400.0
 #: An island may be this much faster than the median of at least two others.
 SPEED_MAX = 16.0
@@ -40,7 +41,7 @@ SILENT_SECONDS = 60.0
 #: An island whose steps are long may be silent for this many of them, but no longer than SILENT_SECONDS_MAX.
 SILENT_STEPS = 8
 SILENT_SECONDS_MAX = 900.0
-#: An island counts no longer than SILENT_SECONDS_MAX, and this many of its strides, though no round closes without it.
+#: While a round waits for it alone, an island counts for at most SILENT_SECONDS_MAX, or this many of its strides.
 SILENT_STRIDES = 4
 #: Besides the islands that have contributed, this many newcomers count, or as many as those islands.
 NEWCOMERS_MIN = 8
@@ -187,6 +188,11 @@ class Rounds:
             return None
         return self._next.quorum_at + self._next.grace_seconds
 
+    @property
+    def waits_since(self) -> float | None:
+        """When the next round was called; None before that, and in a pause, when nobody waits."""
+        return None if self.is_paused else self._next.first_at
+
     def _note_quorums(self, now: float, live: AbstractSet[str]) -> None:
         quorum = max(1, min(self.config.quorum, len(live)))
         for number in self._window:
@@ -262,20 +268,21 @@ class Liveness:
         self._sightings: dict[str, Sighting] = {}
         #: When each island has contributed last: how many rounds had closed, and the merger's clock.
         self._heard = dict.fromkeys(islands, (closed, now))
-        self._stride, self._paused_at = stride, now
+        self._stride, self._waits_since = stride, now
 
     def heard(self, island: str, now: float, closed: int) -> None:
         put_bounded(self._heard, island, (closed, now))
 
     def look(
-        self, presences: Iterable[Presence], now: float, closed: int, *, is_paused: bool = False
+        self, presences: Iterable[Presence], now: float, closed: int, waits_since: float | None = None
     ) -> frozenset[str]:
         """Return the islands that rounds wait for, given the broker's heartbeats and how many rounds have closed.
 
-        While rounds are paused, no island can be silent for too long.
+        Args:
+            waits_since: Since when the next round waits for islands (`Rounds.waits_since`).
         """
         before, self._sightings = self._sightings, {}
-        self._paused_at = now if is_paused else self._paused_at
+        self._waits_since = now if waits_since is None else waits_since
         live = []
         for presence in presences:
             island = presence.heartbeat.island
@@ -300,9 +307,10 @@ class Liveness:
 
     def _counts(self, sighting: Sighting, now: float, closed: int, heard_round: int = 0, heard_at: float = 0.0) -> bool:
         """Return whether an island counts that was seen first, or has contributed last, then."""
-        step, at = sighting.heartbeat.step_seconds, max(heard_at, sighting.first_at, self._paused_at)
+        step, at = sighting.heartbeat.step_seconds, max(heard_at, sighting.first_at)
         if closed - max(heard_round, sighting.first_round) > SILENT_ROUNDS:
             return now - at < min(max(SILENT_SECONDS, SILENT_STEPS * step), SILENT_SECONDS_MAX)
+        at = max(at, self._waits_since)
         return now - at < min(max(SILENT_SECONDS_MAX, SILENT_STRIDES * self._stride * step), GRACE_SECONDS_MAX)
 
 

@@ -12,11 +12,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
 from archipelago.broker.control import CHECKPOINT
-from archipelago.broker.errors import WithdrawnError
+from archipelago.broker.errors import FencedError, WithdrawnError
 from archipelago.broker.messages import Marker, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport, ReaderTransport
@@ -25,7 +26,7 @@ from archipelago.merger import claims
 from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import KEPT_BYTES_MAX, RESTART_SECONDS, Compactor, build_commit
-from archipelago.merger.executor import NewExecutor, awaited, in_virtual_time
+from archipelago.merger.executor import NewExecutor, awaited, beside, in_virtual_time
 from archipelago.merger.restore import load, require_primary
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Liveness, Rounds
@@ -125,8 +126,7 @@ class Merger:
         largest = max(payload_bytes_max(self.manifest.sizes[p]) for p in self.manifest.own_fragments)
         self._read_count = max(1, min(READ_COUNT_MAX, READ_BYTES // largest))
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
-        #: Whether an island was live when heartbeats were read last.
-        self._has_islands = True
+        self._has_islands = True  # when heartbeats were read last
         self._finished_at: float | None = None
         #: How long this merger has worked since the last round, without the turn in which it works since `_began_at`.
         self._busy_seconds = self._began_at = 0.0
@@ -136,29 +136,29 @@ class Merger:
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Take the lease if it is free. Nothing may be written without it.
-
-        Raises UnreachableError while shard 0 does not answer, without which this merger could not load its shard.
-        """
-        if self._primary is not None:
+        """Take the lease if it is free. Nothing may be written without it. Raises UnreachableError."""
+        if self._primary is not None:  # without an answer of shard 0, this merger could not load its shard
             self._primary.reader.uid()
         epoch = self.transport.merger.acquire(self.holder, self.lease_seconds, self._is_gone)
         if epoch is not None:
-            self.epoch = epoch
-            self._renewed_at = self.clock()
+            self.epoch, self._renewed_at = epoch, self.clock()
         return epoch is not None
 
     def load(self) -> None:
         """Forget everything, and load the run as its last commit left it. Raises UnknownRunError if it is gone."""
         require_primary(self._primary)
-        self._busy_seconds = 0.0
+        self._busy_seconds, epoch = 0.0, self.epoch
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         store = self.checkpointer.store if self.checkpointer else None
-        # Both may take longer than the lease.
-        job = self._commits(lambda: load(self.transport, self.rules, store, self._require_lease))
-        found, epoch = awaited(job, self._renew), self.epoch
-        if (rewrite := found.rewrite) is not None:
-            awaited(self._commits(lambda: self.transport.merger.rewrite(epoch, rewrite)), self._renew)
+
+        def go_on() -> None:
+            if self.epoch != epoch:  # nobody waits for this load any more
+                raise FencedError(f"epoch {epoch} of this merger has ended")
+
+        reading = partial(load, self.transport, self.rules, store, go_on, self._require_lease)
+        found = beside(self._commits, reading, self._renew)  # it may take longer than the lease
+        if found.rewrite is not None:
+            beside(self._commits, partial(self.transport.merger.rewrite, epoch, found.rewrite), self._renew)
             last = self.manifest.described(found.state.closed)
             self.controls.note("restored", f"Redis had lost a part of the run, which goes on after {last}")
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
@@ -168,8 +168,7 @@ class Merger:
         self.liveness = Liveness(self.state.accounts, now, self.rounds.count, self.manifest.stride)
         self.inbox.clear()
         self.compactor.load(found.full, found.snapshots, found.tape, self.state, self.epoch, now)
-        self._live_at = float("-inf")
-        self._has_islands, self._finished_at = True, None
+        self._live_at, self._has_islands, self._finished_at = float("-inf"), True, None
         self.controls.resume_from(self.state)
         # Before the first contribution, which may come from an expelled island.
         self._follow_controls(self.transport.reader.control())
@@ -251,7 +250,7 @@ class Merger:
         presences = [presence for presence in every if presence.heartbeat.island not in self.inbox.barred]
         live = [presence for presence in presences if presence.is_live]
         self._has_islands, before = bool(live), self.liveness.idle
-        self.live = self.liveness.look(presences, now, self.rounds.count, is_paused=self.rounds.is_paused)
+        self.live = self.liveness.look(presences, now, self.rounds.count, self.rounds.waits_since)
         if self.liveness.idle - before:
             self.controls.tell_of_idle(self.liveness.idle)
         if unreadable := [presence.unreadable for presence in live if presence.heartbeat.unreadable]:
