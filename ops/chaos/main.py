@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import math
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,6 @@ from archipelago.ops.chaos.figures import REPORT, Figures, figures, headlines, w
 from archipelago.ops.chaos.processes import RunProcesses, StormPlan, monotonic, parse_script, read_turn_log
 from archipelago.ops.chaos.record import Identity, LoggedTurn, StormRecord, step_seconds
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
-from archipelago.ops.launch.embedded_redis import url_of_running
 from archipelago.ops.launch.init import trainable, workload_of
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import say
@@ -110,8 +110,8 @@ def main(options: ChaosOptions) -> int:
         keep_compiled()
         trainable(config, options.task)
     stopped = stop_on_signals()
-    _prepare_folder(folder)
-    found = _storm(options, config, folder, faults, stopped)
+    with _own_folder(folder):
+        found = _storm(options, config, folder, faults, stopped)
     if options.json:
         print_json(found)
     return 0 if found["holds"] else BROKEN
@@ -162,21 +162,28 @@ def _faults(options: ChaosOptions) -> list[Fault]:
     return found
 
 
-def _prepare_folder(folder: Path) -> None:
-    """Make an empty folder. Delete an earlier storm, but raise ConfigError if it still runs, or for anything else."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / SCHEDULE).exists():
-            raise ConfigError(
-                f"{folder} is not empty and holds no storm", "Name another run with --run.", code="chaos.foreign-folder"
-            )
-        if any(url_of_running(each) for each in folder.glob("*/redis")):
-            raise ConfigError(
-                f"the storm in {folder} still runs", "Wait for its end, or name another run with --run.",
-                code="chaos.running",
-            )  # fmt: skip
-        shutil.rmtree(folder)
+@contextmanager
+def _own_folder(folder: Path) -> Iterator[None]:
+    """Make an empty folder, and keep it for this process while the block runs.
+
+    An earlier storm is deleted. Raises ConfigError if it still runs, or if the folder holds anything else.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / SCHEDULE).exists():
+        raise ConfigError(
+            f"{folder} is not empty and holds no storm", "Name another run with --run.", code="chaos.foreign-folder"
+        )
     make_untracked(folder)
-    (folder / SCHEDULE).touch()
+    with (folder / SCHEDULE).open("a") as schedule:
+        try:
+            fcntl.flock(schedule, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what, remedy = f"the storm in {folder} still runs", "Wait for its end, or name another run with --run."
+            raise ConfigError(what, remedy, code="chaos.running") from None
+        except OSError:
+            pass  # some network file systems have no locks
+        for each in {*folder.iterdir()} - {folder / SCHEDULE, folder / ".gitignore"}:
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+        yield
 
 
 def _storm(

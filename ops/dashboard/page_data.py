@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
@@ -173,23 +173,23 @@ class Boards:
     def of(self, run: str) -> Board:
         """Return the board of a run. Raise ArchipelagoError if it cannot be read."""
         board = self._boards.get(run)  # without the lock: another run may hang while it is opened
-        if board and (self._open is None or not board.is_lost()):
+        if board:
+            if self._open is not None and board.is_lost():
+                threading.Thread(target=self._open_again, args=(run, self._open), daemon=True).start()
             return board
         with self._lock:
-            if (known := self._boards.get(run)) is not board and known:
-                return known
-            if self._open is None or (len(self._boards) >= BOARDS_MAX and not board):
+            if run in self._boards:
+                return self._boards[run]
+            if self._open is None or len(self._boards) >= BOARDS_MAX:
                 raise UnknownRunError(f"this page does not show the run {run!r}", f"Use `archipelago dash {run}`.")
-            try:
-                found = Board(self._open(run))
-            except ArchipelagoError:
-                if board:
-                    return board  # which says that its Redis does not answer
-                raise
-            if board:
-                board.stack.close()
+            return self._boards.setdefault(run, self._begin(Board(self._open(run))))
+
+    def _open_again(self, run: str, open_run: Open) -> None:
+        """Look for a run at another address, since its board says that the Redis which it knows does not answer."""
+        with suppress(ArchipelagoError):
+            found = Board(open_run(run))
+            self._boards[run].stack.close()
             self._boards[run] = self._begin(found)
-            return found
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the run that was named, or all runs, as plain data."""
@@ -209,7 +209,7 @@ class Board:
         self._charts_due = -math.inf
 
     def is_lost(self) -> bool:
-        """Return whether its Redis refuses this connection, and it is time to look for another one of the run."""
+        """Return whether its Redis cannot be read, and it is time to look for another one of the run."""
         outage, now = self.watch.outage(), self.watch.clock()
         is_due = outage is not None and outage.what != SILENT and now - self._opened_at >= REOPEN_SECONDS
         self._opened_at = now if is_due else self._opened_at

@@ -220,7 +220,10 @@ def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) 
     for name, role in [*ours, *((island, "island") for island in islands)]:
         file = (administrator.file.parent / JOINS / f"{name}{SUFFIX}").absolute()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        invited = administrator.invite(name, role, url=url, may_replace=file.exists() or role != "island")
+        # A join file that was lost is no reason to stop, but a member of another role is somebody else's.
+        known = administrator.membership.all().by_name.get(name)
+        is_ours = file.exists() or (role != "island" and known is not None and known.role == role)
+        invited = administrator.invite(name, role, url=url, may_replace=is_ours)
         invitations.write(file, invited)
         joins[name] = str(file)
     administrator.membership.keep()

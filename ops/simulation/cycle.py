@@ -7,6 +7,7 @@ measures. Of time, only spectra are predicted (`spectra_loads`). Pure.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -90,14 +91,15 @@ def fitting_cycle(
     merger_bytes: float,
     redis_bytes: float,
     tensors: Sequence[Tensor] = (),
+    most: int = sys.maxsize,
 ) -> Cycle | None:
     """Predict a cycle with the fewest shards that fit into machines; None if none do.
 
     The memory is that of a machine with a merger, and of one with a Redis primary. `fragments` counts those of each
-    shard.
+    shard, and `most` is the most of the run, since each has a whole tensor at least.
     """
-    for shards in range(1, SHARDS_MAX + 1):
-        found = cycle(config, parameters, fragments * shards, islands, shards, tensors=tensors)
+    for shards in range(1, min(SHARDS_MAX, most) + 1):
+        found = cycle(config, parameters, min(fragments * shards, most), islands, shards, tensors=tensors)
         if (
             found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
             and found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -160,7 +161,7 @@ def plan(options: PlanOptions) -> RunPlan:
         fleets=tuple(fleets),
         fleet=fleet,
         way=way,
-        fragments=_fragments(options.model, way) * planned.shards,
+        fragments=min(way.interval * planned.shards, FRAGMENTS_MAX * planned.shards, _most(options.model)),
         step_seconds=step_seconds,
         load=need,
         fits=fits,
@@ -243,8 +244,9 @@ def _way(
     tensors = tensors_of(options.model)
     for way in LADDER:
         config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
-        of_run = (config, parameters, _fragments(options.model, way), islands)
-        fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors)
+        most = _most(options.model)
+        of_run = (config, parameters, min(way.interval, FRAGMENTS_MAX, most), islands)
+        fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors, most=most)
         planned = fitting or cycle(*of_run, tensors=tensors)
         need = load(parameters, islands, way.interval * step_seconds, way)
         at_redis = max(need.redis_in, need.redis_out) / planned.shards  # each of which has a Redis and a link
@@ -254,9 +256,9 @@ def _way(
     raise AssertionError("the ladder has a last way")
 
 
-def _fragments(model: str, way: Way) -> int:
-    """Return the fragments of each shard. Each has a whole tensor at least."""
-    return min(way.interval, FRAGMENTS_MAX, FRAGMENTS_MAX if _is_number(model) else len(tensors_of(model)))
+def _most(model: str) -> int:
+    """Return the most fragments of a run. Each has a whole tensor at least, and only a named model tells its own."""
+    return sys.maxsize if _is_number(model) else len(tensors_of(model))
 
 
 # -- models and tokens in words ---------------------------------------------------------------------------------------

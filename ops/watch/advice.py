@@ -22,6 +22,8 @@ from archipelago.ops.watch.run_view import IslandView, RunView
 Mood = Literal["bad", "warn", "info"]
 #: A run has stalled when it closed no round for this long and for this number of strides of the fastest live island.
 STALL_SECONDS, STALL_STRIDES = 60.0, 3.0
+#: While all islands still load and compile, a run stalls so much later.
+LOADING_FACTOR = 10.0
 #: An island that has been silent for longer than this is gone. Its row still says so.
 SILENT_SHOWN_SECONDS = 3600.0
 #: A refusal is a present problem for this long.
@@ -183,8 +185,9 @@ def _merger_problems(view: RunView) -> Iterator[Problem]:
     steps = [island.step_seconds for island in view.islands if island.live and island.step_seconds > 0]
     stride_seconds = min(steps, default=0.0) * view.interval / max(1, view.fragments)
     longest = max(STALL_SECONDS, STALL_STRIDES * stride_seconds)
-    is_loading = {island.state for island in view.islands if island.live} == {"joining"}  # compiling, for example
-    stalls = status.still_seconds > longest and not is_loading
+    if {island.state for island in view.islands if island.live} == {"joining"}:  # compiling, for example
+        longest *= LOADING_FACTOR
+    stalls = status.still_seconds > longest
     if view.lacks_merger and status.holders:
         yield _shards_without_merger(view)
     elif view.lacks_merger or view.refused:

@@ -28,6 +28,7 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.reading import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher, observe
 from archipelago.ops.watch.run_list import RunEntry
 from tests import samples
+from tests.conftest import Until
 from tests.failing import failing
 from tests.intercept import Intercepted
 
@@ -209,7 +210,7 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
         boards.of("other")
 
 
-def test_a_run_that_was_made_again_is_found_at_its_new_address(watch: Watcher, transport: Away) -> None:
+def test_a_run_that_was_made_again_is_found_at_its_new_address(watch: Watcher, transport: Away, until: Until) -> None:
     entries = [RunEntry("sample", "runs/sample", "training")]
     newer, now = Watcher(watch.transport, clock=lambda: 100.0), [0.0]
     answers: list[Watcher | None] = [Watcher(transport, clock=lambda: now[0]), None, newer]
@@ -225,10 +226,11 @@ def test_a_run_that_was_made_again_is_found_at_its_new_address(watch: Watcher, t
         transport.away = {"tape"}
         first.watch.update()
         assert boards.of("sample") is first, "it was opened just now"
-        for later, is_found in ((10.0, False), (11.0, False), (20.0, True)):
+        for later, left in ((10.0, 1), (11.0, 1), (20.0, 0)):
             now[0] = later
-            assert (boards.of("sample").watch is newer) == is_found, later
-        assert not answers
+            assert boards.of("sample") is first, "nobody waits for another one"
+            until(lambda left=left: len(answers) == left, f"a look at {later} s")
+        until(lambda: boards.of("sample").watch is newer, "the new address")
 
 
 def test_nothing_can_be_changed(client: TestClient) -> None:

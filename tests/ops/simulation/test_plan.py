@@ -109,6 +109,8 @@ def test_a_model_that_needs_several_machines_gets_shards() -> None:
     named = replace(SPOT, model="tiny")
     assert plan(named).fragments == len(build("tiny").tensors) < 24
     assert "--model.size tiny" in page(named, plan(named))[-1]
+    tight = plan(replace(named, model="1b", merger_gb=4.0))
+    assert tight.cycle.shards > 1 and tight.fragments == len(build("1b").tensors)
 
 
 def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:
