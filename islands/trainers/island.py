@@ -117,16 +117,15 @@ class TrainerIsland:
             )
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-
-        def before() -> object:
-            return None
-
+        own: dict[str, Any] = {}
         if self.length is not None:
-            before = partial(create, self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
-            if mesh_of(inner) is not None:
-                before()  # all processes have a part of the model
+            new = partial(create, self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
+            if mesh_of(inner) is None:
+                own["before"] = new
+            else:
+                new()  # all processes have a part of the model
         bare = [getattr(each, "optimizer", each) for each in optimizers]
-        given = Joining(self._url, self._name, model, bare, island=self._island, before=before, **self._shared)
+        given = Joining(self._url, self._name, model, bare, island=self._island, **own, **self._shared)
         run = membership(given, group)
         self._run, self.is_joined = run.__enter__(), True
         self._scaler, self._scale = scaler, scaler.get_scale() if scaler else 0.0
