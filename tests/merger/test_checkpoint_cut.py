@@ -118,6 +118,18 @@ def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
     assert leader.lacks(1), "the other shard could not be read"
 
 
+def test_a_checkpoint_that_was_complete_is_not_looked_for_again() -> None:
+    """A listing of a bucket may take so long that it is never there when it is asked for."""
+    parts = {5}
+    leader = leading(Shard(), parts)
+    leader.begin(5, 0.0)
+    assert not leader.lacks(1)
+    parts.clear()
+    assert not leader.lacks(1)
+    leader.begin(6, 0.0)
+    assert leader.lacks(1)
+
+
 def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
     parts = set[int]()
     leader = leading(Shard(), parts)

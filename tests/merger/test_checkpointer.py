@@ -6,14 +6,16 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import archipelago.merger.committing
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import Transport
 from archipelago.merger import record
+from archipelago.merger.checkpoint_cut import Leading
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.committing import ENTRY_BYTES
 from archipelago.merger.executor import at_once
@@ -55,6 +57,21 @@ def test_what_was_damaged_while_it_waited_is_in_no_checkpoint() -> None:
         take_checkpoint(merger)
         assert len(store.images[max(store.images)].pending) == expected
         run.stored.updates = {n: replace(e, payload=b"damaged") for n, e in run.stored.updates.items()}
+
+
+def test_at_the_end_no_other_checkpoint_is_taken_while_an_answer_is_on_its_way() -> None:
+    store, run = Shelf(), MergerRun(quorum=2)
+    merger = serving(run, store, every=30.0)
+    run.play(merger, 1)
+    checkpointer = merger.checkpointer
+    assert checkpointer is not None
+    leading = Leading(run.transport.reader, [run.transport.reader], lambda number: [])
+    leading.lacks = Mock(side_effect=UnreachableError("it has not answered yet"))  # type: ignore[method-assign]
+    leading.has_backlog = Mock(return_value=False)  # type: ignore[method-assign]
+    checkpointer.leading = leading
+    for is_last, expected in ((True, 0), (False, 1)):
+        checkpointer.take_if_due(merger.state, "", 31.0, is_last=is_last, is_crowded=False)
+        assert len(store.images) == expected
 
 
 # -- schedule --------------------------------------------------------------------------------------------------------

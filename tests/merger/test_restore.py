@@ -113,6 +113,19 @@ def test_the_lease_is_renewed_while_a_run_is_restored(until: Until) -> None:
     assert "rewrite" in calls
 
 
+def test_a_load_that_was_given_up_ends() -> None:
+    run, _ = begun(CONFIG, Shelf())
+    downloads: list[str] = []
+
+    def given_up() -> None:
+        raise FencedError("another epoch")
+
+    transport = run.faulty(before=lambda name, *_: downloads.extend([name] * (name == "fragment")))
+    with pytest.raises(FencedError):
+        load(transport, RoundMerge.of(run.manifest), None, given_up)
+    assert len(downloads) == 1, "the second fragment is not read"
+
+
 def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:
     all_lost = "everything missing"
     for damage, config in [*((damage, CONFIG) for damage in DAMAGE), (all_lost, ROUNDED), (all_lost, ISOTROPIC)]:
