@@ -137,11 +137,11 @@ class Checkpointer:
             return
         try:
             is_needed = self._lacks(state)
-        except UnreachableError:
-            if is_last:  # the answer is on its way, and another checkpoint would not be seen any sooner
+        except ArchipelagoError as error:
+            if is_last and isinstance(
+                error, UnreachableError
+            ):  # then the next turn asks again, and not for another one
                 return
-            is_needed = True
-        except ArchipelagoError:
             is_needed = True  # the attempt to take one reports the fault
         if is_needed:
             self._asked = asked

@@ -77,7 +77,7 @@ def load(
     """Load the shard as its last commit left it, to the same bits. If it is damaged, restore it from a checkpoint.
 
     Args:
-        go_on: Called after each fragment and each round. It raises FencedError if nobody waits for the result any more.
+        go_on: Called after each fragment and each round. It raises FencedError if this load was given up.
         require_lease: Raises FencedError if another merger serves now. What it writes while this one reads looks like
             damage.
 

@@ -190,7 +190,7 @@ class Rounds:
 
     @property
     def waits_since(self) -> float | None:
-        """When the next round was called; None before that, and in a pause, when nobody waits."""
+        """When the next round was called; None before that, and while rounds are paused."""
         return None if self.is_paused else self._next.first_at
 
     def _note_quorums(self, now: float, live: AbstractSet[str]) -> None:

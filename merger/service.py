@@ -152,7 +152,7 @@ class Merger:
         store = self.checkpointer.store if self.checkpointer else None
 
         def go_on() -> None:
-            if self.epoch != epoch:  # nobody waits for this load any more
+            if self.epoch != epoch:  # this load was given up
                 raise FencedError(f"epoch {epoch} of this merger has ended")
 
         reading = partial(load, self.transport, self.rules, store, go_on, self._require_lease)

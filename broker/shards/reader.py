@@ -31,7 +31,7 @@ NUMBERS_MAX = 12
 RETRY_SECONDS = 5.0
 #: How long a call waits for further shards that do not answer. A server that is alive may be slow for a second or two.
 PATIENCE_SECONDS = 3.0
-#: How long a merger waits for what it must not wait for: its lease is short.
+#: How long a merger waits for another server, or for a bucket. It renews its lease only after that.
 ANSWER_SECONDS = 1.0
 REMEDY = "It is asked again."
 
@@ -61,8 +61,8 @@ def asked(read: Callable[[], T], aside: Aside) -> Future[T]:
 class Bounded:
     """Calls what may hang, such as a server, and waits at most ANSWER_SECONDS for the answer.
 
-    While that is awaited longer, further calls raise UnreachableError at once; those that ask `about` the same wait
-    for that answer.
+    If the answer takes longer, further calls raise UnreachableError at once until it has come. Only a call that asks
+    `about` the same waits for it, and returns it.
     """
 
     def __init__(self, aside: Aside = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
@@ -71,15 +71,16 @@ class Bounded:
 
     def __call__(self, read: Callable[[], T], about: object = None) -> T:
         """Return what `read` returns, or raise its error. Raises UnreachableError if that takes longer."""
-        last = self._last
-        if last and not last[1].done() and (about is None or about != last[0]):
-            raise UnreachableError("another server has not answered yet", REMEDY)
-        if last is None or about is None or about != last[0]:
-            last = self._last = about, asked(read, self._aside)
-        if wait([last[1]], self._seconds).not_done:
+        before, answer = self._last or (None, None)
+        if answer is None or about is None or about != before:
+            if answer is not None and not answer.done():
+                raise UnreachableError("another server has not answered yet", REMEDY)
+            answer = asked(read, self._aside)
+            self._last = about, answer
+        if wait([answer], self._seconds).not_done:
             raise UnreachableError(f"another server has not answered for {self._seconds:g} s", REMEDY)
         self._last = None
-        found: T = last[1].result()
+        found: T = answer.result()
         return found
 
 

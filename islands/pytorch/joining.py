@@ -105,7 +105,7 @@ class Joining:
     wait_seconds: float = 30.0
     evaluate: Evaluate | None = None
     #: What the process that talks to Redis does before it joins, such as to create the run.
-    before: Callable[[], object] = lambda: None
+    before: Callable[[], object] | None = None
 
     def parts(self) -> tuple[ModuleParameters, OptimizerState | None]:
         """Return the parameters, and the state of the optimisers if there are any."""
@@ -130,7 +130,8 @@ class TorchRun(Session):
 
     def __enter__(self) -> Self:
         """Join the run."""
-        self._before()
+        if self._before is not None:
+            self._before()
         return super().__enter__()
 
     def sync(self, *, tokens: int | None = None, loss: Loss | None = None, steps: int = 1) -> None:

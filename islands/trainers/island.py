@@ -8,7 +8,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -117,15 +117,14 @@ class TrainerIsland:
             )
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        own: dict[str, Any] = {}
+        before: Callable[[], object] | None = None
         if self.length is not None:
-            new = partial(create, self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
-            if mesh_of(inner) is None:
-                own["before"] = new
-            else:
-                new()  # all processes have a part of the model
+            before = partial(create, self._url, self._name, model, steps=self.length, **self._shared, **self._settings)
+            if mesh_of(inner) is not None:
+                before()  # all processes have a part of the model
+                before = None
         bare = [getattr(each, "optimizer", each) for each in optimizers]
-        given = Joining(self._url, self._name, model, bare, island=self._island, **own, **self._shared)
+        given = Joining(self._url, self._name, model, bare, island=self._island, before=before, **self._shared)
         run = membership(given, group)
         self._run, self.is_joined = run.__enter__(), True
         self._scaler, self._scale = scaler, scaler.get_scale() if scaler else 0.0

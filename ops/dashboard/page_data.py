@@ -137,7 +137,7 @@ def _five_digits(value: float) -> float:
 #: A page reads at most this many runs at once.
 BOARDS_MAX = 32
 CHARTS_SECONDS = 2.0
-#: How often the Redis of a run whose connection is refused is looked for again. A run that is made anew has another.
+#: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
 REOPEN_SECONDS = 5.0
 Open = Callable[[str], Watcher]
 

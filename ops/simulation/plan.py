@@ -161,7 +161,7 @@ def plan(options: PlanOptions) -> RunPlan:
         fleets=tuple(fleets),
         fleet=fleet,
         way=way,
-        fragments=min(way.interval * planned.shards, FRAGMENTS_MAX * planned.shards, _most(options.model)),
+        fragments=min(min(way.interval, FRAGMENTS_MAX) * planned.shards, _most(options.model)),
         step_seconds=step_seconds,
         load=need,
         fits=fits,

@@ -228,7 +228,7 @@ def test_a_run_that_was_made_again_is_found_at_its_new_address(watch: Watcher, t
         assert boards.of("sample") is first, "it was opened just now"
         for later, left in ((10.0, 1), (11.0, 1), (20.0, 0)):
             now[0] = later
-            assert boards.of("sample") is first, "nobody waits for another one"
+            assert boards.of("sample") is first, "its page is shown meanwhile"
             until(lambda left=left: len(answers) == left, f"a look at {later} s")
         until(lambda: boards.of("sample").watch is newer, "the new address")
 
