@@ -33,9 +33,6 @@ class HostCopy:
         elif tensor.device.type != "cpu":
             self._host = self._host.cpu()
 
-    def copy_to_host_async(self) -> None:
-        """Do nothing: the copy began when this object was made."""
-
     def is_ready(self) -> bool:
         """Return whether the values can be read without waiting."""
         return self._copied is None or bool(self._copied.query())

@@ -190,9 +190,6 @@ class AssembledPart:
         """
         self._index, self._codec, self._plan, self._encoded = index, chosen, plan, encoded
 
-    def copy_to_host_async(self) -> None:
-        self._encoded.copy_to_host_async()
-
     def block_until_ready(self) -> AssembledPart:
         """Wait for the devices."""
         self._encoded.block_until_ready()

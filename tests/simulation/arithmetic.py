@@ -40,14 +40,11 @@ class Momentum(NamedTuple):
 
 
 class OnDevice(np.ndarray[Any, Any]):
-    """An array with the two methods of JAX arrays that an island calls."""
+    """An array with the method of JAX arrays that an island calls."""
 
     def block_until_ready(self) -> OnDevice:
         """Return the array, which is always ready."""
         return self
-
-    def copy_to_host_async(self) -> None:
-        """Do nothing: the array is on the host."""
 
 
 _LOSSES_n = np.ones(1, np.float32).view(OnDevice)

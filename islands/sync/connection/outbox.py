@@ -103,9 +103,10 @@ class Outbox:
     # -- the training thread's side -----------------------------------------------------------------------------------
 
     def queue(self, draft: Draft) -> None:
-        """Queue a contribution. The window bounds the queue, because an island owes nothing beyond it."""
-        for part in draft.parts:
-            part.copy_to_host_async()  # only the compressed arrays leave the device
+        """Queue a contribution. The window bounds the queue, because an island owes nothing beyond it.
+
+        The sending thread copies what the device has encoded: to ask for the copy takes JAX 7 ms for 10 MB.
+        """
         self.queued.append(draft)
 
     def unresolved_rounds(self) -> set[int]:
