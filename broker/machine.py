@@ -154,7 +154,7 @@ def install_hint(extra: str = "") -> str:
 #: Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 #: Blocks of at least this size go back to the system when they are freed (`return_freed_memory`).
-RETURNED_BYTES = 8 << 20
+RETURNED_BYTES = 32 << 20
 
 
 def keep_freed_memory() -> None:
@@ -169,10 +169,10 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let malloc return large blocks to the system as soon as they are freed. Works with glibc only.
 
-    By itself it learns to keep blocks of up to 32 MiB, once for each thread. In an island, that was half of the memory
-    that syncs took. The inner step's own buffers are larger, or small. The end of the heap is kept up to the same
-    size: without learning, malloc would return it from 128 KiB on, at each sync, and the kernel clear it again.
-    Threads share one heap, so that none keeps what another one could use. Call this before the process starts threads.
+    By itself it learns to keep blocks of up to this size, but once for each thread. In an island, that was half of the
+    memory that syncs took. So threads share one heap, and none keeps what another one could use. Smaller blocks are
+    kept: they are the payloads of fragments, and the kernel would clear each page of them at each sync. The end of the
+    heap is kept up to the same size. Call this before the process starts threads.
     """
     _mallopt({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: RETURNED_BYTES})
 
