@@ -19,6 +19,7 @@ import zstandard
 
 from archipelago.broker.codecs import PIECE, Vector, codec, empty_vector
 from archipelago.broker.errors import WireError
+from archipelago.broker.machine import map_in_threads
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 
@@ -121,14 +122,16 @@ class Unpacking:
         if self._body is None:
             self._body = _ArrivingBody(payload, self._elements, self._codec_name)
         body, chosen = self._body.so_far(payload), codec(self._body.codec)
-        while self.decoded < self._elements:
-            end = min(self.decoded + PIECE, self._elements)
-            if len(body) < chosen.bytes_until(end, self._elements):
-                return
-            piece = chosen.decode_piece(body, self.decoded, self._base_N, self._values_N)
-            if not np.isfinite(piece).all():
-                raise WireError("NaN or infinity among the values", code="wire.not-finite")
-            self.decoded = end
+        base_N, values_N = self._base_N, self._values_N  # of this try to read the payload
+
+        def is_finite(start: int) -> bool:
+            return bool(np.isfinite(chosen.decode_piece(body, start, base_N, values_N)).all())
+
+        ends = {start: min(start + PIECE, self._elements) for start in range(self.decoded, self._elements, PIECE)}
+        there = [start for start, end in ends.items() if len(body) >= chosen.bytes_until(end, self._elements)]
+        if not all(map_in_threads(is_finite, there)):
+            raise WireError("NaN or infinity among the values", code="wire.not-finite")
+        self.decoded = max((ends[start] for start in there), default=self.decoded)
 
     def finish(self, payload: bytes) -> Vector:
         """Return the vector of the whole payload, of which any part may have arrived before. Raises WireError."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +55,18 @@ def test_a_zombie_has_ended(until: Until) -> None:
         assert not machine.has_ended(process.pid)
         process.kill()
         until(lambda: machine.has_ended(process.pid), "the end of the process")
+
+
+def test_threads_share_work_in_a_forked_process_too() -> None:
+    assert list(machine.map_in_threads(str, [1, 2, 3])) == ["1", "2", "3"]
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, "".join(machine.map_in_threads(str, [4, 5])).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        ready, _, _ = select.select([answer], [], [], 20.0)
+        found = answer.read() if ready else "no answer"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert found == "45"
