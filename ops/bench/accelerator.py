@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -41,7 +41,15 @@ from archipelago.ops.bench.accelerator_processes import (
     sync_in_torch,
     train_only,
 )
-from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
+from archipelago.ops.bench.harness import (
+    WHOLE,
+    Spent,
+    child,
+    halves_of_the_cores,
+    own_redis,
+    require_linux,
+    serve_merger,
+)
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row
 from archipelago.ops.launch.devices import MEMORY_SHARE, memory_share
 from archipelago.ops.settings import is_given, say
@@ -83,6 +91,8 @@ class AcceleratorOptions(OutputOptions):
     (`bits`), or the same and the time of spectra of matrices (`spectra`)."""
     spectra: Literal["cpu", "gpu"] = "cpu"
     """Where the merger changes spectra, as for `archipelago merger`. It runs beside the island."""
+    pieces: bool = False
+    """Show also where the time of syncs goes, in the island and in the merger. Pieces of several threads overlap."""
     mesh: str | None = None
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
     config: Path | None = None
@@ -124,9 +134,9 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
         models[size] = {"what": _what(own), "backend": backend}
         if "steps" in parts:
             profile = options.output / f"profile-{size}"
-            found, alone = measured_turns(own, options, profile)
+            found, alone, merger = measured_turns(own, options, profile)
             models[size] |= {"turns": asdict(found), "alone": asdict(alone), "profile": str(profile)}
-            rows += step_rows(own, backend, found, alone)
+            rows += [*step_rows(own, backend, found, alone), *piece_rows(found, merger)]
         if "pytorch" in parts and (turns := torch_turns(own, options)):
             models[size]["pytorch"] = turns._asdict()
             rows += torch_rows(own, backend, turns)
@@ -161,10 +171,16 @@ def _what(config: RunConfig) -> str:
     return f"{sizes}, {wire.up}/{wire.down}{again}"
 
 
-def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path) -> tuple[IslandTurns, TimedTurn]:
-    """Let steps with syncing and without take turns. Return what was found, and the turn of a process that only trains.
+def measured_turns(
+    config: RunConfig, options: AcceleratorOptions, profile: Path
+) -> tuple[IslandTurns, TimedTurn, dict[str, Spent]]:
+    """Let steps with syncing and without take turns.
 
-    JAX's profile of one more turn with syncing goes to the folder `profile`.
+    JAX's profile of two more intervals with syncing goes to the folder `profile`.
+
+    Returns:
+        What was found, the turn of a process that only trains, and the time of the merger's pieces in all turns but
+        the first.
     """
     mine, others = halves_of_the_cores()
     pairs, seconds = TURNS_QUICK if options.quick else TURNS
@@ -174,20 +190,26 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
         os.sched_setaffinity(server.pid, others)
         with child(create_run, server.url, config) as creating:
             creating.receive()
-        held.enter_context(child(serve_merger, server.url, RUN, others, 1, 0, False, options.spectra)).receive()
+        serving = server.url, RUN, others, 1, 0, options.pieces, options.spectra
+        merger = held.enter_context(child(serve_merger, *serving))
+        merger.receive()
         say(f"{_what(config)}: steps with syncing and without take turns")
-        turns = server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())
+        turns = server.url, mine, pairs, seconds, options.mesh, str(profile.absolute()), options.pieces
+        spent: list[dict[str, Spent]] = []
         with child(sync_and_not, *turns, environment=share) as trainer:
             for number in range(pairs):
                 on, off = trainer.receive()
                 say(
                     f"{number + 1} of {pairs}: {on.seconds / off.seconds:.3f} of the time without, {on.synced:,} synced"
                 )
+                if options.pieces:
+                    merger.pipe.send("pieces")
+                    spent.append(merger.receive())
             found: IslandTurns = trainer.receive()
         say(f"profile: {profile} (open it with xprof or TensorBoard); now the same training without syncing")
         with child(train_only, server.url, mine, found.scan_steps, found.steps, environment=share) as trainer:
             alone: TimedTurn = trainer.receive()
-    return found, alone
+    return found, alone, {piece: each - spent[0][piece] for piece, each in (spent[-1] if spent else {}).items()}
 
 
 def torch_turns(config: RunConfig, options: AcceleratorOptions) -> TorchTurns | None:
@@ -232,19 +254,36 @@ def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedT
         ratio_row("  its processor time, ms", each * cpu.first, "no sync", each * cpu.second, cpu.ratio),
         ratio_row("  tokens a second with syncing", tokens / turn, "plain JAX", tokens / alone.seconds),
         ratio_row("  processor time a synced parameter, ns", 1e9 * a_parameter, "", "", ""),
-        *_copy_rows(found),
+        *_device_rows(found),
         memory("  peak memory beside the training", beside, GOAL_MEMORY + found.held_bytes / largest),
         memory("    also between syncs", between),
         memory("    snapshots held for differences", found.held_bytes),
     ]
 
 
-def _copy_rows(found: IslandTurns) -> list[dict[str, Any]]:
-    """Return how long copies passed beside a program, of their whole time, in an interval with syncing."""
-    if found.copies is None:
+def _device_rows(found: IslandTurns) -> list[dict[str, Any]]:
+    """Return how long the accelerator waited in two intervals with syncing, and its copies beside programs."""
+    if found.device is None:
         return []
-    hidden, whole = 1e3 * found.copies.hidden_seconds, 1e3 * found.copies.seconds
-    return [ratio_row("  copies behind programs, by the profile, ms", hidden, "all copies", whole)]
+    copies, hidden, whole, waits = (1e3 * each for each in found.device)
+    share = hidden / copies if copies else ""
+    return [
+        ratio_row("  the device waits between programs, by the profile, ms", waits, "two intervals", whole),
+        ratio_row("  copies behind programs, by the profile, ms", hidden, "all copies", copies, share),
+    ]
+
+
+def piece_rows(found: IslandTurns, merger: Mapping[str, Spent]) -> list[dict[str, Any]]:
+    """Return the milliseconds of each piece of a sync of the model, and its milliseconds of processor time."""
+    syncs = sum(on.synced for on in found.on[1:]) / (2 * found.parameters)
+    return [
+        ratio_row(
+            f"  {who}: {piece}, ms", 1e3 * spent.seconds / syncs, "processor", 1e3 * spent.cpu_seconds / syncs, ""
+        )
+        for who, pieces in (("merger", merger), ("island", found.pieces))
+        for piece, spent in pieces.items()
+        if piece != WHOLE
+    ]
 
 
 def torch_rows(config: RunConfig, backend: str, found: TorchTurns) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +20,8 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.machine import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.sync.connection.link import Link
-from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
-from archipelago.ops.bench.profile import Copies, copies_in
+from archipelago.ops.bench.harness import INCARNATION, OF_ISLAND, Pieces, Spent, forget_peak, peak_bytes, wait_until
+from archipelago.ops.bench.profile import DeviceTimes, device_times
 
 if TYPE_CHECKING:
     import jax
@@ -63,7 +64,8 @@ class IslandTurns:
         on: The turns with syncing.
         off: The turns without, each right after one with.
         held_bytes: Size of the snapshots on the host, to which differences are added.
-        copies: Those between host and accelerator in the profile of an interval with syncing; None without any.
+        device: What the profile of two intervals with syncing says of the accelerator; None without one.
+        pieces: The time of the pieces of syncs, in all turns with syncing but the first; empty unless counted.
     """
 
     scan_steps: int
@@ -73,7 +75,8 @@ class IslandTurns:
     on: list[TimedTurn]
     off: list[TimedTurn]
     held_bytes: int
-    copies: Copies | None = None
+    device: DeviceTimes | None = None
+    pieces: dict[str, Spent] = field(default_factory=dict)
 
 
 def say_backend(pipe: Connection) -> None:
@@ -100,15 +103,17 @@ def sync_and_not(
     turn_seconds: float,
     mesh: str | None,
     profile: str,
+    counts_pieces: bool,
 ) -> None:
     """Take turns with syncing and without, each over whole intervals. Send each pair, then an `IslandTurns`.
 
-    `mesh` is None for one device. JAX's profile of one more interval with syncing goes to the folder `profile`.
+    `mesh` is None for one device. JAX's profile of two more intervals with syncing goes to the folder `profile`.
     """
     os.sched_setaffinity(0, cores)
     return_freed_memory()  # as `archipelago island` does
     import jax
 
+    pieces = Pieces(OF_ISLAND if counts_pieces else {})
     transport, prepared = _prepared(url, mesh)
     link = Link(transport, prepared.manifest, f"island/{INCARNATION}", ())
     island = prepared.island("island", INCARNATION, link, link.join())
@@ -117,7 +122,7 @@ def sync_and_not(
     interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
     first = _synced_turn(island, interval)  # This turn pays for everything that happens only once.
     steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
-    turns = []
+    turns, spent = [], pieces.spent()
     for _ in range(pairs):
         on = _synced_turn(island, steps)
         island.computation.inner, off = plain(
@@ -129,9 +134,10 @@ def sync_and_not(
             island.computation.placement,
         )
         turns.append((on, off))
+        spent = pieces.spent() if len(turns) == 1 else spent
         pipe.send((on, off))
-    with jax.profiler.trace(profile):
-        _synced_turn(island, interval)
+    later = pieces.spent()
+    _synced_turn(island, 2 * interval, jax.profiler.trace(profile))
     found = IslandTurns(
         scan_steps=island.scan_steps,
         steps=steps,
@@ -140,7 +146,8 @@ def sync_and_not(
         on=[on for on, _ in turns],
         off=[off for _, off in turns],
         held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.channels[0].inbox.held.values()),
-        copies=copies_in(Path(profile)),
+        device=device_times(Path(profile)),
+        pieces={piece: each - spent[piece] for piece, each in later.items()} if counts_pieces else {},
     )
     island.link.pumps.stop()
     pipe.send(found)
@@ -161,18 +168,19 @@ def _prepared(url: str, mesh: str | None) -> tuple[Transport, PreparedIsland]:
     return transport, prepare(manifest, None, placement_of(shape, manifest, batch_size, jax.devices()))
 
 
-def _synced_turn(island: Island, steps: int) -> TimedTurn:
-    """Make `steps` inner steps with syncing, and wait until everything that was sent is merged and adopted."""
+def _synced_turn(island: Island, steps: int, around: AbstractContextManager[Any] | None = None) -> TimedTurn:
+    """Make `steps` inner steps with syncing, in a context, and wait until all that was sent is merged and adopted."""
     import jax
 
     sequence, versions = island.sequence, [count.version for count in island.ledger.counts]
     jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
     forget_peak()
     cpu, began = time.process_time(), time.perf_counter()
-    for _ in range(steps // island.scan_steps):
-        island.advance()
-        island.boundary()
-    jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
+    with around or nullcontext():
+        for _ in range(steps // island.scan_steps):
+            island.advance()
+            island.boundary()
+        jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
     seconds = time.perf_counter() - began
     inbox = island.link.channels[0].inbox
     while _has_work(island.link) or island.ledger.staleness > 0 or inbox._arrivals:  # until all is merged and adopted

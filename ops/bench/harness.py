@@ -169,7 +169,7 @@ OF_ISLAND = {
 }
 #: The same for the merger.
 OF_MERGER = {
-    f"{_REDIS}.updates:UpdatesConsumer.new": "wait for contributions",
+    f"{_REDIS}.merger:RedisMerger.look": "wait for contributions",
     f"{_REDIS}.chunks:ChunkStore.fetch": "download",
     f"{_MERGER}.round_merge:is_digest": "digest",
     f"{_MERGER}.round_merge:unpack_encoded": "decompress",

@@ -1,4 +1,4 @@
-"""What JAX's profile says about copies between host and accelerator: how much of their time passed beside a program."""
+"""What JAX's profile says of a device: how long it waited between programs, and for copies to and from the host."""
 
 from __future__ import annotations
 
@@ -12,39 +12,58 @@ Span = tuple[float, float]
 _CROSSING = ("MemcpyH2D", "MemcpyD2H")
 
 
-class Copies(NamedTuple):
-    """The copies of a profile: their seconds, and how many of these passed beside a program on the same device."""
+class DeviceTimes(NamedTuple):
+    """Seconds of a profile.
 
-    seconds: float
-    hidden_seconds: float
+    Attributes:
+        copies: All copies between host and device.
+        hidden: The part of these that passed beside a program on the same device.
+        whole: From the begin of the first program to the end of the last one.
+        waits: The part of this in which no program ran.
+    """
+
+    copies: float = 0.0
+    hidden: float = 0.0
+    whole: float = 0.0
+    waits: float = 0.0
 
 
-def copies_in(folder: Path) -> Copies | None:
-    """Return the copies in the newest profile of a folder; None where it has none, as on a CPU.
+def device_times(folder: Path) -> DeviceTimes | None:
+    """Return what the newest profile of a folder says, added up over devices; None where it has none, as on a CPU.
 
-    They are the device's own events, not those of the thread that asked for them, which returns before a copy begins.
+    The events are the devices' own, not those of the thread that asked for them, which returns before they begin.
     """
     import jax
 
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    seconds = hidden_seconds = 0.0
+    found: list[DeviceTimes] = []
     for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes if files else ():
         if not plane.name.startswith("/device:"):
             continue
         events = [event for line in plane.lines if line.name.startswith("Stream ") for event in line.events]
         spans = [(event.name.startswith(_CROSSING), (event.start_ns, event.end_ns)) for event in events]
         copies, programs = ([span for is_copy, span in spans if is_copy == wanted] for wanted in (True, False))
-        seconds += 1e-9 * sum(end - begin for begin, end in copies)
-        hidden_seconds += 1e-9 * overlap(copies, programs)
-    return Copies(seconds, hidden_seconds) if seconds else None
+        running = joined(programs)
+        whole = running[-1][1] - running[0][0] if running else 0.0
+        found.append(DeviceTimes(_length(copies), overlap(copies, running), whole, whole - _length(running)))
+    return DeviceTimes(*(1e-9 * sum(each) for each in zip(*found, strict=True))) if any(map(any, found)) else None
 
 
-def overlap(copies: Sequence[Span], programs: Sequence[Span]) -> float:
-    """Return how long the copies passed while at least one program ran, in the unit of the spans."""
-    joined: list[list[float]] = []
-    for begin, end in sorted(programs):
-        if joined and begin <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], end)
+def overlap(spans: Sequence[Span], apart: Sequence[Span]) -> float:
+    """Return how long the spans passed during one of others, which are apart from each other."""
+    return sum(max(0.0, min(to, end) - max(since, begin)) for since, to in spans for begin, end in apart)
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans in order, those that overlap or touch as one."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            joined.append([begin, end])
-    return sum(max(0.0, min(to, end) - max(since, begin)) for since, to in copies for begin, end in joined)
+            found.append((begin, end))
+    return found
+
+
+def _length(spans: Sequence[Span]) -> float:
+    return sum(end - begin for begin, end in spans)

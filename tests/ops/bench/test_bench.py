@@ -25,9 +25,10 @@ from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.ops.bench import accelerator, largest, provenance, wire
 from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn, TorchTurns
+from archipelago.ops.bench.harness import WHOLE, Spent
 from archipelago.ops.bench.merge import _BareNesterov, timed_row
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
-from archipelago.ops.bench.profile import Copies
+from archipelago.ops.bench.profile import DeviceTimes
 from archipelago.ops.bench.sync import Synced, SyncOptions, Torchft, TwoIslands
 from archipelago.ops.launch.devices import Accelerators
 from tests.failing import failing
@@ -134,8 +135,20 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
         assert (cpu["ratio"], syncs["ratio"], tokens["ratio"]) == pytest.approx((1.5, interval / 20, 1 / 1.2))
         assert parameter["ours"] == pytest.approx(1e6), "the median of 0.5, 1 and 4 ms"
         assert (beside["ours"], between["ours"], held["ours"], held["theirs"]) == (500, 200, 100, 25)
-    copied = accelerator.step_rows(RunConfig(), "gpu", replace(turns, copies=Copies(0.02, 0.015)), alone)[5]
+    profiled = replace(turns, device=DeviceTimes(copies=0.02, hidden=0.015, whole=0.5, waits=0.01))
+    waits, copied = accelerator.step_rows(RunConfig(), "gpu", profiled, alone)[5:7]
+    assert (waits["ours"], waits["theirs"], waits["ratio"]) == pytest.approx((10, 500, 0.02))
     assert (copied["ours"], copied["theirs"], copied["ratio"]) == pytest.approx((15, 20, 0.75))
+
+
+def test_the_pieces_of_syncs_beside_steps_are_those_of_one_sync_of_the_model() -> None:
+    on = [TimedTurn(1.0, 1.0, 1, synced) for synced in (999, 2000, 6000)]  # 1 + 3 syncs after the first turn
+    turns = IslandTurns(1, 10, 1000, 1, on, on, 1, pieces={"quantise": Spent(8, 0.4, 0.2), WHOLE: Spent(1, 9, 9)})
+    rows = accelerator.piece_rows(turns, {"merge": Spent(4, 0.04, 0.08)})
+    assert [(row["what"], row["ours"], row["theirs"]) for row in rows] == [
+        ("  merger: merge, ms", pytest.approx(10), pytest.approx(20)),
+        ("  island: quantise, ms", pytest.approx(100), pytest.approx(50)),
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it binds processes to cores")

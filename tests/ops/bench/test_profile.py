@@ -1,4 +1,4 @@
-"""How much of an accelerator's copies a profile shows beside its programs."""
+"""How long an accelerator waits, by a profile, and how much of its copies passes beside programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from archipelago.ops.bench.profile import Copies, copies_in, overlap
+from archipelago.ops.bench.profile import DeviceTimes, device_times, joined, overlap
 
 #: A GPU as CUDA's profile describes it: two copies to and from the host, one within the device, and three programs.
 GPU = """
@@ -32,20 +32,22 @@ planes { name: "/host:CPU" lines { id: 9 name: "Stream of words" timestamp_ns: 0
 
 
 def test_copies_between_host_and_device_count_where_a_program_runs(tmp_path: Path) -> None:
-    assert copies_in(tmp_path) is None
+    assert device_times(tmp_path) is None
     whole = jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU)
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/one.xplane.pb").write_bytes(whole)
     # The first copy lasts from 2 to 8 µs, programs from 0 to 5 and from 7 to 16. The second copy is alone.
-    assert copies_in(tmp_path) == pytest.approx(Copies(8e-6, 4e-6))
+    assert device_times(tmp_path) == pytest.approx(DeviceTimes(copies=8e-6, hidden=4e-6, whole=16e-6, waits=2e-6))
 
 
 def test_a_profile_of_a_cpu_has_no_copies(tmp_path: Path) -> None:
     with jax.profiler.trace(str(tmp_path)):
         (jax.device_put(1.0) + 1.0).block_until_ready()
-    assert copies_in(tmp_path) is None
+    assert device_times(tmp_path) is None
 
 
 def test_programs_that_overlap_count_once() -> None:
-    assert overlap([(0, 10), (20, 21)], [(5, 7), (1, 3), (2, 6), (9, 30)]) == 8
-    assert overlap([], [(0, 1)]) == overlap([(0, 1)], []) == 0
+    running = joined([(5, 7), (1, 3), (2, 6), (9, 30), (30, 31)])
+    assert running == [(1, 7), (9, 31)]
+    assert overlap([(0, 10), (20, 21)], running) == 8
+    assert overlap([], [(0, 1)]) == overlap([(0, 1)], joined([])) == 0
