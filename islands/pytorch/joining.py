@@ -165,10 +165,13 @@ class TorchRun(Session):
             llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.note_frozen()
         self._replica = replica = self._new_replica(manifest)
-        if self._state is not None:
-            self._state.rehearse()
+        self._rehearse()
         replica.begin(self._parameters.named(), vectors)
         return replica
+
+    def _rehearse(self) -> None:
+        if self._state is not None:
+            self._state.rehearse()
 
     def _begin_again(self, vectors: Sequence[Vector]) -> None:
         self._replica.references.clear()  # nothing is measured any more

@@ -88,6 +88,10 @@ class Leader(Leading, TorchRun):
         team.share_manifest(manifest)
         return _replica(manifest, self._parameters, team)
 
+    def _rehearse(self) -> None:
+        super()._rehearse()
+        self._team.agree_on_state(self._state)
+
     def _begin_again(self, vectors: Sequence[Vector]) -> None:
         self._team.tell(Work.BEGIN)
         super()._begin_again(vectors)
@@ -130,6 +134,7 @@ class Follower(Following):
             self._replica = _replica(manifest, self._parameters, team)
             if state is not None:
                 state.rehearse()  # with the leader, because a step of the optimiser may need all processes
+            team.agree_on_state(state)
             self._replica.begin(self._parameters.named(), [None] * len(manifest.fragments))
         elif said.work == Work.BEGIN and replica is not None:
             replica.references.clear()

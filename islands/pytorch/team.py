@@ -5,6 +5,7 @@ Messages and the optimisers' state go over the hosts' memory, and parameters ove
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +22,8 @@ from archipelago.islands.pytorch.module import ModuleParameters, chunks
 from archipelago.islands.pytorch.pieces import Courier, TensorPieces, own_piece
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.team.protocol import Team, Work
+
+log = logging.getLogger(__name__)
 
 
 def ranks_of(mesh: Any, group: Any) -> list[int]:
@@ -79,6 +82,17 @@ class ProcessTeam(Team):
             dist.broadcast(tensor.detach(), self.ranks[0], group=self._group)
 
     # -- the optimisers' state, which travels over the hosts' memory --------------------------------------------------
+
+    def agree_on_state(self, state: OptimizerState | None) -> None:
+        """Let the state travel only if it has one layout in all processes. Some optimisers share their work out.
+
+        All processes call this after `rehearse`.
+        """
+        layout = state.digest.tobytes().hex() if state is not None and state.can_travel else ""
+        if not self.is_same(layout) and state is not None:
+            what = "this optimiser's state is not shared with peers: it differs between the processes of this island"
+            log.warning(what)
+            state.can_travel = False
 
     def gather_state(self, state: OptimizerState) -> list[Any]:
         """Return whole copies of all values in the leader's memory, and nothing in the others'."""

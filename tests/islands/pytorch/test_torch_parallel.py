@@ -42,6 +42,9 @@ class Alone(Team):
     def share_manifest(self, manifest: Any, size: int = 0) -> Any:
         """Share nothing."""
 
+    def agree_on_state(self, state: Any) -> None:
+        """Compare with nothing."""
+
 
 def test_a_leader_without_its_team_leaves_the_run(until: Until) -> None:
     url = f"fakeredis://{uuid.uuid4().hex}"

@@ -109,6 +109,7 @@ def data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -> Non
     leader, other = run.found
     assert leader == other, "clock, parameters, moments and evaluations"
     assert leader["alone"] == "loop.not-together", "`final` in one process does not wait for ever"
+    assert leader["travels"] == [True, False], "a state of one layout only"
     require_evaluated(run, leader)
     assert run.evaluations[-1].round > 0, "the final parameters"
     assert sorted(leader["sums"]) == sorted(run.sums(torch.bfloat16))

@@ -31,6 +31,7 @@ from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, own_piece
 from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
+from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.pytorch.team import ProcessTeam
 from archipelago.islands.team import scripts
 
@@ -346,6 +347,7 @@ def replicated(url: str) -> dict[str, Any]:
             optimizer.step()
             run.sync(tokens=8, loss=loss)
         clock = run.step, run.reason
+        travels = [run._state.can_travel, of_one_process_each(model).can_travel]
     run.final()
     scripts.MEETING_SECONDS = 0.1
     if dist.get_rank() == 1:
@@ -353,10 +355,20 @@ def replicated(url: str) -> dict[str, Any]:
     alone = code(lambda: run.final(0.0))  # first in one process, then in the other
     if dist.get_rank() == 0:
         dist.barrier()
-    found = {"values": list(model.parameters()), "moments": [each["exp_avg"] for each in optimizer.state.values()]}
-    flat = {name: torch.cat([each.detach().float().reshape(-1) for each in found[name]]) for name in found}
+    tensors = {"values": list(model.parameters()), "moments": [each["exp_avg"] for each in optimizer.state.values()]}
+    flat = {name: torch.cat([each.detach().float().reshape(-1) for each in tensors[name]]) for name in tensors}
     digests = {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
-    return {"step": clock, "alone": alone, "evaluated": evaluated, **digests, "sums": weights(model)}
+    found = {"step": clock, "alone": alone, "evaluated": evaluated, "travels": travels}
+    return {**found, **digests, "sums": weights(model)}
+
+
+def of_one_process_each(model: Any) -> OptimizerState:
+    """Return the state of an optimiser that keeps the moments of one parameter in each process, as some Muons do."""
+    tensors = dict(model.named_parameters())
+    state = OptimizerState([torch.optim.AdamW([list(tensors.values())[dist.get_rank()]])], tensors)
+    state.rehearse()
+    ProcessTeam(None, None, torch.device("cpu"), "of one process each").agree_on_state(state)
+    return state
 
 
 def noting(evaluated: list[float]) -> Callable[[Any], float]:
