@@ -94,18 +94,12 @@ local function fields_of(key, id)
   local found = redis.pcall('XRANGE', key, id, id)
   return not found.err and found[1] and found[1][2]
 end
--- What follows the prefix in the keys of the chunks that a pointer names. A forged pointer, to more chunks than `most`,
--- names none.
-local function suffixes(most, count, name)
+-- The keys of the chunks that a pointer names. A forged pointer, to more chunks than `most`, names none.
+local function chunks(prefix, most, count, name)
   local out = {}
   count = tonumber(count or '')
   if not count or count > most or not name or not string.match(name, '^[%w%._%-]+$') then return out end
-  for i = 0, count - 1 do out[i + 1] = name .. ':' .. string.format('%.0f', i) end
-  return out
-end
-local function chunks(prefix, most, count, name)
-  local out = suffixes(most, count, name)
-  for i, suffix in ipairs(out) do out[i] = prefix .. suffix end
+  for i = 0, count - 1 do out[i + 1] = prefix .. name .. ':' .. string.format('%.0f', i) end
   return out
 end
 local function pointer_in(fields)
@@ -166,15 +160,18 @@ function commands.lease(words)
   end
 end
 -- keep STREAM ID KEY FROM MOST TO: moves an entry into a hash, and its chunks to keys that its island cannot write.
+-- These have the entry's id for a name, because an island may use the name of its chunks for another entry, too.
 function commands.keep(words)
-  local fields = fields_of(words[2], words[3])
+  local fields, id = fields_of(words[2], words[3]), words[3]
   for i = 1, #fields, 1000 do  -- Lua unpacks a few thousand values at most, and an island may add any number of fields
     redis.call('HSET', words[4], unpack(fields, i, math.min(i + 999, #fields)))
   end
-  for _, suffix in ipairs(suffixes(tonumber(words[6]), pointer_in(fields))) do
-    redis.call('RENAME', words[5] .. suffix, words[7] .. suffix)
-    redis.call('PERSIST', words[7] .. suffix)
+  local from = chunks(words[5], tonumber(words[6]), pointer_in(fields))
+  for i, kept in ipairs(chunks(words[7], #from, #from, id)) do
+    redis.call('RENAME', from[i], kept)
+    redis.call('PERSIST', kept)
   end
+  if #from > 0 then redis.call('HSET', words[4], 'chunks_name', id) end
   return run({'XDEL', words[2], words[3]})
 end
 -- remove STREAM ID PREFIX MOST: deletes an entry and its chunks.

@@ -272,6 +272,35 @@ def test_a_payload_that_its_island_changes_after_the_merger_has_read_it_is_not_m
     assert (raw.get(kept), raw.ttl(kept)) == (payload, -1)
 
 
+def test_what_was_merged_stays_although_its_island_uses_the_name_of_its_chunks_again(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("archipelago.broker.redis.chunks.INLINE_BYTES", 8)
+    keys = Keys(next(NAMES), url=server.url)
+    merger, island = begin(keys.connect("merger")).merger, keys.connect("island-0")
+    epoch, raw, key = merger.acquire("merger", 60.0) or 0, island.connection.redis, island.connection.keys
+    payloads, entries, pointer = (b"a contribution", b"another of them"), list[str](), dict[bytes, bytes]()
+    for number, payload in enumerate(payloads):
+        header = contribution(island="island-0", sequence=number)
+        header = replace(header, bytes=len(payload), digest=signed_digest(payload))
+        entry = island.island.publish(header, payload)
+        stream, id_ = key.updates("island-0"), entry.partition("/")[2]
+        ((_, fields),) = raw.xrange(stream, id_, id_)
+        own = {name: fields.pop(name) for name in (b"chunks", b"chunks_name")}
+        if pointer:  # the second entry points to chunks of the first one's name
+            first, second = (key.chunk(each[b"chunks_name"].decode(), 0, "island-0") for each in (pointer, own))
+            raw.set(first, raw.get(second))
+            entry = f"island-0/{raw.xadd(stream, {**fields, **pointer}).decode()}"
+        pointer = pointer or own
+        merger.rewind()
+        assert next(each for each in merger.updates(0.0) if each.entry == entry).with_payload().payload == payload
+        merger.commit(epoch, commit([entry]))
+        entries.append(entry)
+    assert [each.with_payload().payload for each in merger.read(entries)] == list(payloads)
+    merger.trim(epoch, entries)
+    assert not list(keys.plain().connection.redis.scan_iter(f"{key.kept_prefix('island-0')}*"))
+
+
 # -- mergers -------------------------------------------------------------------------------------------------------
 
 
