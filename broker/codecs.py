@@ -92,11 +92,11 @@ class Codec(NamedTuple):
             at += size * width
         return tuple(parts)
 
-    def decode(self, body: bytes | memoryview, elements: int, base_N: Vector | None = None) -> Vector:
-        """Return the float32 vector in a body of exactly `encoded_size(elements)` bytes, added to `base_N` if given."""
+    def decode(self, body: bytes | memoryview, elements: int) -> Vector:
+        """Return the float32 vector in a body of exactly `encoded_size(elements)` bytes."""
         values_N = empty_vector(elements)
         for start in range(0, elements, PIECE):
-            self.decode_piece(body, start, base_N, values_N)
+            self.decode_piece(body, start, None, values_N)
         return values_N
 
     def decode_piece(self, body: bytes | memoryview, start: int, base_N: Vector | None, values_N: Vector) -> Vector:

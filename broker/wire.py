@@ -78,21 +78,23 @@ def pack_body(body: bytes, codec_name: str, elements: int, zstd_level: int) -> b
     return MAGIC + len(header).to_bytes(2, "big") + header + body
 
 
-def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector | None = None) -> Vector:
+def unpack(payload: bytes, elements: int, codec_name: str = "") -> Vector:
     """Decode a payload into a float32 vector of exactly `elements` elements.
 
     Args:
         codec_name: The expected codec; empty accepts every codec.
-        base_N: The values are added to it, piece by piece; None for nothing.
 
     Raises:
         WireError: The payload is damaged, has other elements or another codec, or the result has NaN or infinity.
     """
-    return Unpacking(elements, codec_name, base_N).finish(payload)
+    return Unpacking(elements, codec_name).finish(payload)
 
 
 class Unpacking:
-    """Decodes a payload while it arrives, `decoded` elements so far. Arguments and errors are those of `unpack`."""
+    """Decodes a payload while it arrives, `decoded` elements so far, and adds the values to `base_N` if it is given.
+
+    The other arguments, and the errors, are those of `unpack`.
+    """
 
     def __init__(self, elements: int, codec_name: str = "", base_N: Vector | None = None) -> None:
         self._elements, self._codec_name, self._base_N = elements, codec_name, base_N

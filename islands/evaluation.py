@@ -81,9 +81,7 @@ def assemble(manifest: Manifest, vectors: Sequence[Vector], place: Callable[[Any
     return params
 
 
-def published(
-    transport: ReaderTransport, manifest: Manifest, place: Callable[[Any], Params] = jax.device_put
-) -> tuple[Params, int, int]:
+def published(transport: ReaderTransport, manifest: Manifest) -> tuple[Params, int, int]:
     """Return the newest published parameters, the last round in them, and their global step."""
     found = newest_merged(transport, manifest)
-    return assemble(manifest, found.vectors, place), found.round, found.step
+    return assemble(manifest, found.vectors), found.round, found.step

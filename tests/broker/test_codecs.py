@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from archipelago.broker.codecs import (
     CODECS,
     HUGE,
-    PIECE,
     TINY,
     TOP_BLOCK,
     TOP_KEPT,
@@ -79,13 +78,6 @@ def test_sizes_are_exact_and_a_second_pass_changes_nothing(name: str, values_N: 
     assert decoded_N.shape == values_N.shape
     if name != "top3":  # a second pass changes the means of top3
         assert chosen.encode(decoded_N) == body
-
-
-def test_a_vector_is_added_to_another_while_it_is_decoded() -> None:
-    base_N, step_N = np.random.default_rng(2).normal(size=(2, 3 * PIECE // 2)).astype(np.float32)
-    body = codec("int4").encode(step_N)
-    added_N = codec("int4").decode(body, step_N.size, base_N)
-    assert added_N.tobytes() == (base_N + codec("int4").decode(body, step_N.size)).tobytes()
 
 
 def test_a_strided_array_is_encoded() -> None:
