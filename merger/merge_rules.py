@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.codecs import codec as codec_of
+from archipelago.broker.codecs import empty_vector
 from archipelago.broker.wire import Body
 from archipelago.merger.spectra import Power, Spectra
 from archipelago.merger.weights import Group
@@ -219,7 +220,8 @@ def finish(
     changed = [group for group in groups if group.changes_spectrum]
     if not changed:
         return merged_N
-    flat_N = np.array(merged_N)
+    flat_N = empty_vector(merged_N.size)
+    flat_N[:] = merged_N
     matrices = [(matrix_RC, group.exponent) for group in changed for matrix_RC in group.matrices(flat_N)]
     (spectra or Spectra()).change(_isotropic, matrices)
     placed_N: jax.Array = jax.device_put(flat_N, _cpu())
