@@ -112,7 +112,7 @@ def next_steps(url: str, manifest: Manifest, task: str | None = None) -> list[st
         "start next, in any order, with the same URL:",
         f"export {URL_VARIABLE}={shlex.quote(shown)}{comment}",
         f"archipelago merger --run {run}   # on one machine; a second one stands by",
-        f"{island}   # for every device, on any machine",
+        f"{island}   # on every machine; it takes all of its devices",
     ]
 
 

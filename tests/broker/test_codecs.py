@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from archipelago.broker import codecs
 from archipelago.broker.codecs import (
     CODECS,
     HUGE,
@@ -260,3 +263,17 @@ def test_the_reciprocal_of_every_scale_is_rounded_as_numpy_rounds_it() -> None:
     ones_Sx1 = np.ones((scales_S.size, 1), np.float32)
     for xp in (np, jnp):
         np.testing.assert_array_equal(_ratios(ones_Sx1, scales_S, xp)[:, 0], np.float32(1) / scales_S)
+
+
+def test_the_codec_of_the_guide_has_the_same_bits_in_numpy_and_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guide/extending.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(codecs, "CODECS", dict(CODECS))
+    names = dict(vars(codecs))
+    exec(re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[0], names)  # noqa: S102 - it is ours
+    ternary = names["CODECS"]["ternary"]
+    values_N = np.random.default_rng(4).standard_normal(1000).astype(np.float32)
+    read_N = ternary.decode(ternary.encode(values_N), values_N.size)
+    assert len(np.unique(np.sign(read_N))) == 3
+    parts = jax.jit(lambda x_N: ternary.quantise(x_N, jnp))(values_N)
+    assert [np.asarray(part).tobytes() for part in parts] == [part.tobytes() for part in ternary.quantise(values_N, np)]
+    assert np.asarray(ternary.restore(parts, values_N.size, jnp)).tobytes() == read_N.tobytes()
