@@ -242,6 +242,12 @@ class MergerFolder:
         for part, own in zip(self._parts, images, strict=True):
             part.recorder.go_back(own.round)
         log.warning("the run continues from %s", describe(images))
+        if isinstance(transport, RedisTransport) and transport.invitation and not transport.membership.all().by_name:
+            log.warning(
+                "this Redis has lost the members of the run, so what they send is refused until an administrator runs "
+                "`archipelago invite --run %s` where the run's first invitation was made: it puts them back",
+                transport.run, extra={"code": "members.lost"},
+            )  # fmt: skip
         return manifest
 
     def lost(self, error: UnknownRunError, transport: RedisTransport) -> UnknownRunError:

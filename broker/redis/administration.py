@@ -194,6 +194,11 @@ class MemberRecords:
         self._everywhere("CLIENT", "KILL", "USER", user)
         return True
 
+    def has_user(self, user: str) -> bool | None:
+        """Return whether a user exists; None if the server does not let this connection look."""
+        users = self._administer("ACL", "USERS")
+        return None if users is None else user.encode() in users
+
     def remove_user(self, user: str) -> bool | None:
         """Delete a user, and so its connections. Return whether there was one; None if a server does not permit it."""
         gone = self._everywhere("ACL", "DELUSER", user)

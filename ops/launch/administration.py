@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +13,8 @@ from archipelago.broker import signing
 from archipelago.broker.address import option, with_user
 from archipelago.broker.control import DRAIN, EXPEL, island_field
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.files import make_untracked
-from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Role, key_text, raw_key
+from archipelago.broker.files import PRIVATE, make_untracked, write_atomically
+from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Members, Role, key_text, raw_key
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.administration import delete_island, sign_stored
 from archipelago.broker.redis.keys import checked_name
@@ -21,8 +22,10 @@ from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
 from archipelago.ops.launch.embedded_redis import RedisServer
+from archipelago.ops.settings import say
 
 ADMIN_FILE: Final = f"{ADMIN}{SUFFIX}"
+MEMBERS_FILE: Final = "members.json"
 #: The folder, in the run's folder, with the join files of the processes that `up` starts.
 JOINS: Final = "joins"
 PASSWORD_BYTES: Final = 32
@@ -33,7 +36,8 @@ SIGNING_ROLES: Final = ("island", "merger")
 class Administrator:
     """Changes who belongs to a run, with an administrator's connection and its URL.
 
-    The file `admin.join` in the run's folder keeps the private key of the run's mergers.
+    The file `admin.join` in the run's folder keeps the private key of the run's mergers. The file MEMBERS_FILE beside
+    it keeps the records of its members, which no checkpoint has, because only administrators may write them.
     """
 
     def __init__(self, transport: RedisTransport, url: str, folder: Path) -> None:
@@ -154,6 +158,7 @@ class Administrator:
         if creates_user and not self.membership.set_user(user, password, rules):
             raise denied
         self.membership.put(name, Member(role, public, user))
+        self._keep_records()
         if self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):  # one of that name has left earlier
             self._reader.steer({island_field(name): ""})
         return Invitation(
@@ -197,7 +202,46 @@ class Administrator:
             for shard in self._shards():
                 delete_island(shard.connection, name)
         self.membership.remove(name)
+        self._keep_records()
         return None if was_user is None else True
+
+    # -- a Redis that has lost the members ----------------------------------------------------------------------------
+
+    def _keep_records(self) -> None:
+        records = {name: member.to_json() for name, member in self.membership.all().by_name.items()}
+        make_untracked(self.file.parent)
+        content = json.dumps({"uid": self.transport.reader.uid(), "members": records})
+        write_atomically(self.file.with_name(MEMBERS_FILE), content, mode=PRIVATE)
+
+    def put_back(self) -> list[str]:
+        """Put the members of this run back that a Redis without any has lost, and return their names.
+
+        Their users may be lost, too: then they need new credentials (`invite --replace`).
+        """
+        file, found = self.file.with_name(MEMBERS_FILE), self.membership.all()
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            members = Members.of(kept["members"]).by_name if kept["uid"] == self.transport.reader.uid() else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or somebody has changed it
+            return []
+        if found.by_name or found.faults or not members:
+            return []
+        if any(member.role in SIGNING_ROLES for member in members.values()):
+            self.open()
+        for name, member in members.items():
+            self.membership.put(name, member)
+        return sorted(members)
+
+
+def put_back(administrator: Administrator) -> None:
+    """Put back what a Redis has lost of a run's members, and say so."""
+    if not (names := administrator.put_back()):
+        return
+    say(f"this Redis had lost the members of the run {administrator.run!r}: {', '.join(names)} are put back")
+    membership = administrator.membership
+    lost = [name for name in names if membership.has_user(administrator.user_of(name)) is False]
+    if lost:
+        say(f"  this Redis has no users for {', '.join(lost)}: invite each of them again, with --replace")
 
 
 def public_text(private: str) -> str:

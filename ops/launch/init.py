@@ -20,6 +20,7 @@ from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, memory_text
+from archipelago.broker.invitation import ADMIN
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, name_of_new_run, print_json
@@ -29,6 +30,7 @@ from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
 from archipelago.merger.storage import MergerFolder, fetched
+from archipelago.ops.launch.administration import Administrator, put_back
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.simulation.cycle import footprint_here
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
@@ -72,6 +74,9 @@ def main(options: InitOptions) -> int:
     transport = connect_to(options.url, checked_name(options.run, "the run name"))
     if options.resume is not None:
         manifest, created = resume(transport, options.resume), True
+        if transport.invitation is not None and transport.invitation.role == ADMIN:
+            file = Path(options.url or os.environ[URL_VARIABLE])
+            put_back(Administrator(transport, transport.invitation.url, file.parent))
     else:
         manifest, created = create(
             transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards

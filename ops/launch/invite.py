@@ -20,7 +20,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, invitation_at, print_json
-from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, put_back
 from archipelago.ops.launch.rm import living
 from archipelago.ops.settings import confirm, say, table_console
 from archipelago.ops.watch.doctor.server import is_local
@@ -53,7 +53,9 @@ class AdministratorOptions:
         with closing(connect_to(address, self.run)) as transport:
             transport.reader.manifest()  # only a run that exists can have members
             url = invited.url if invited else address
-            yield Administrator(transport, url, self.folder / transport.run)
+            administrator = Administrator(transport, url, self.folder / transport.run)
+            put_back(administrator)
+            yield administrator
 
     def _kept(self) -> str:
         run = self.run or os.environ.get(RUN_VARIABLE, "*")

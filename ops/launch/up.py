@@ -27,7 +27,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.mesh import parsed
 from archipelago.merger.accelerator import MEMORY_SHARE as SPECTRA_SHARE
 from archipelago.merger.storage import MergerFolder
-from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours, put_back
 from archipelago.ops.launch.devices import MEMORY_SHARE, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, text_of, trainable
@@ -129,6 +129,8 @@ def main(options: UpOptions) -> int:
         names = [island_name(number) for number in range(options.islands)]
         for line in shares.describe(names) if shares else []:
             say(f"  device  {line}")
+        if administrator:
+            put_back(administrator)
         joins = invite_ours(administrator, url, names) if administrator else {}
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.

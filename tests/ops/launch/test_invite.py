@@ -21,7 +21,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main as islands
 from archipelago.merger import main as mergers
 from archipelago.ops.launch import invite
-from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, public_text
+from archipelago.ops.launch.administration import ADMIN_FILE, MEMBERS_FILE, Administrator, public_text
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.invite import InviteOptions, RevokeOptions
 from tests import samples
@@ -245,3 +245,28 @@ def test_members_have_their_rights_in_all_shards(server: RedisServer, tmp_path: 
     assert not any("island.island" in shard.reader.control() for shard in whole.shards)
     for each in (*joined.values(), transport):
         each.close()
+
+
+def test_members_that_a_redis_has_lost_are_put_back(
+    run: RedisTransport, join: Invite, server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, role in (("oslo", "island"), ("lima", "island"), ("hub", "merger")):
+        join(name, role=role, yes=True)
+    assert invite.main(RevokeOptions(name="lima", url=server.url, run=run.run)) == 0
+    before, raw = run.membership.all(), run.connection.redis
+    assert before.by_name.keys() == {"oslo", "hub"}
+    raw.delete(run.connection.keys.members)
+    raw.acl_deluser(before.by_name["hub"].user)
+    listed = InviteOptions(url=server.url, run=run.run)
+    assert invite.main(listed) == 0
+    assert run.membership.all() == before
+    said = capsys.readouterr().err
+    assert "hub, oslo are put back" in said
+    assert "no users for hub:" in said
+    kept = Path("runs") / run.run / MEMBERS_FILE
+    records = json.loads(kept.read_text())
+    for changed in (records | {"uid": "another"}, [], {"uid": records["uid"], "members": 3}):
+        kept.write_text(json.dumps(changed))
+        raw.delete(run.connection.keys.members)
+        assert invite.main(listed) == 0
+        assert not run.membership.all().by_name, "they are of another run, or cannot be read"
