@@ -150,8 +150,12 @@ class LocalRun:
                 stack.enter_context(live)
             stack.enter_context(repeated(self.watcher.update, LOOK_SECONDS))  # a Redis that hangs holds up nothing else
             said: object = None
-            while not self.stopped() and not all(child.done or child.failed for child in self.islands):
+            serves_others = False
+            while not self.stopped() and (not self._have_left() or self._others()):
                 now = time.monotonic()
+                if self._have_left() and not serves_others:
+                    serves_others = True
+                    say(f"  the islands here have left, and this serves {', '.join(self._others())} on. Ctrl-C ends it")
                 events = [self.redis.tend()] if self.redis else []
                 events += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
                 for event in filter(None, events):
@@ -165,11 +169,20 @@ class LocalRun:
                     say(f"  {line(reading, outage)}")
                 time.sleep(POLL_SECONDS)
 
+    def _have_left(self) -> bool:
+        return all(child.done or child.failed for child in self.islands)
+
+    def _others(self) -> list[str]:
+        """Return the live islands of others in an unfinished run, which need this merger and perhaps this Redis."""
+        view, ours = self.watcher.latest and self.watcher.latest.view, {child.name for child in self.islands}
+        islands = view.islands if view and view.unfinished else ()
+        return [island.name for island in islands if island.live and island.name not in ours]
+
     def _require_workers(self) -> None:
         """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""
         broken = [child for child in [self.merger, *self.islands] if child.failed]
         fatal = [child for child in broken if child.is_fatal or child is self.merger]
-        if fatal or len(broken) == len(self.islands):
+        if fatal or (len(broken) == len(self.islands) and not self._others()):
             child = (fatal or broken)[0]
             raise ArchipelagoError(
                 f"{child.name} cannot continue: {child.failed.removeprefix('error: ')}",

@@ -19,7 +19,7 @@ from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.invitation import ADMIN, Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.process import INTERRUPTED, keep_compiled, name_of_new_run, print_json, stop_on_signals
+from archipelago.broker.process import FAILED, INTERRUPTED, keep_compiled, name_of_new_run, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
@@ -94,7 +94,7 @@ class UpOptions(WorkerOptions):
 
 
 def main(options: UpOptions) -> int:
-    """Train, and write the report. Return 130 if training was interrupted before its end."""
+    """Train, and write the report. Return 130 if training was interrupted, and 1 if its islands left before its end."""
     config = checked(options.settings)
     name = checked_name(options.run, "the run name")
     require_sensible(options)
@@ -146,7 +146,10 @@ def main(options: UpOptions) -> int:
     else:
         run_report.write(folder, report)
     _farewell(report, finished, folder, options)
-    return 0 if finished else INTERRUPTED
+    if finished or stopped():
+        return 0 if finished else INTERRUPTED
+    say(f"  its islands have left before its end: `archipelago status {shlex.quote(str(folder))}` says why")
+    return FAILED
 
 
 def require_sensible(options: UpOptions) -> None:

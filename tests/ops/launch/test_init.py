@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from archipelago.ops.launch.local_run import DRAIN_SECONDS, KILL_SECONDS, LocalR
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.settings import flags
+from archipelago.ops.watch.reading import Watcher
 from tests import samples
 from tests.failing import failing
 from tests.small import SMALL
@@ -138,7 +140,7 @@ def session(folder: Path, *failed: str, is_fatal: bool = False) -> LocalRun:
         child.log.write_text("".join(f"line {n}\n" for n in range(10)) + "error: the port is taken\n")
         if child.name in failed:
             child.failed, child.is_fatal = child.last_words(), is_fatal
-    return cast(LocalRun, SimpleNamespace(merger=children[0], islands=children[1:]))
+    return cast(LocalRun, SimpleNamespace(merger=children[0], islands=children[1:], _others=list))
 
 
 def test_a_process_that_cannot_continue_ends_up(tmp_path: Path) -> None:
@@ -149,6 +151,20 @@ def test_a_process_that_cannot_continue_ends_up(tmp_path: Path) -> None:
         assert failure.value.remedy.count("\n") == LAST_LINES
     LocalRun._require_workers(session(tmp_path))
     LocalRun._require_workers(session(tmp_path, "island-0"))  # It has left its name to another process.
+
+
+def test_up_goes_on_for_the_islands_of_others(tmp_path: Path) -> None:
+    made = session_of(UpOptions(islands=1))
+    seen = [SimpleNamespace(name=name, live=live) for name, live in (("island-0", True), ("joe", True), ("old", False))]
+    made.watcher = cast(Watcher, SimpleNamespace(latest=None))
+    assert made._others() == []
+    for unfinished, others in ((True, ["joe"]), (False, [])):
+        view = SimpleNamespace(unfinished=unfinished, islands=seen)
+        made.watcher = cast(Watcher, SimpleNamespace(latest=SimpleNamespace(view=view)))
+        assert made._others() == others
+        made.islands[0].failed, made.islands[0].log = "error: no room", tmp_path / "log"
+        with nullcontext() if others else failing(ArchipelagoError, "up.worker-failed"):
+            made._require_workers()
 
 
 def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,8 @@ def test_members_that_a_redis_has_lost_are_put_back(
     assert "no users for hub:" in said
     kept = Path("runs") / run.run / MEMBERS_FILE
     records = json.loads(kept.read_text())
-    for changed in (records | {"uid": "another"}, [], {"uid": records["uid"], "members": 3}):
+    damaged: list[object] = [records | {"uid": "another"}, [], {"uid": records["uid"], "members": 3}]
+    for changed in damaged:
         kept.write_text(json.dumps(changed))
         raw.delete(run.connection.keys.members)
         assert invite.main(listed) == 0
