@@ -65,12 +65,14 @@ class ModuleParameters:
         if unknown:
             raise ConfigError(
                 f"`buffers` names {unknown[0]!r}, which is no buffer of the model",
-                f"Give a list of names of {', '.join(list(dict(self._model.named_buffers()))[:8]) or 'none'}.",
+                f"Its buffers are {', '.join(list(dict(self._model.named_buffers()))[:8])}."
+                if dict(self._model.named_buffers())
+                else "It has no buffers: leave `buffers` out.",
                 code="loop.argument",
             )
         self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
         if not self.tensors:
-            raise nothing_trained(trained, list(found))
+            raise nothing_trained(trained, list(found), "Unfreeze what is trained: it requires gradients.")
         self.frozen = {
             name: tensor
             for name, tensor in found.items()

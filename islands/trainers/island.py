@@ -137,8 +137,8 @@ class TrainerIsland:
         self._is_short = 0 < limit < self.steps
         if self._is_short:
             log.warning(
-                "this trainer ends after %s steps, before the %s of the run. Leave out `max_steps`, and give the "
-                "callback to the trainer when you make it",
+                "this trainer ends after %s steps, before the %s of the run. Leave out `max_steps`, or give at least "
+                "as many as the run has; and give the callback to the trainer when you make it",
                 f"{limit:,}", f"{self.steps:,}", extra={"code": "trainer.short"},
             )  # fmt: skip
 

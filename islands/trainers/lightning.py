@@ -62,9 +62,12 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
                     bar.__class__ = type(f"Run{type(bar).__name__}", (_RunBar, type(bar)), {})
                 bar.island = self.island
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take the limit away that schedules have read, or a checkpoint with as many steps would end the training."""
         if self._ends_with_run:
             trainer.fit_loop.epoch_loop.max_steps = -1
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._synced, self._examples = trainer.global_step, 0
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.island.begin(trainer.model, trainer.optimizers, trainer.global_step, trainer.max_steps, scaler)

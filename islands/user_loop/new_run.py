@@ -108,14 +108,18 @@ def require_same(found: Manifest, own: Manifest) -> None:
         )  # fmt: skip
 
 
-def require_no_islands(transport: Transport) -> None:
-    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
+def require_no_islands(transport: Transport, *, can_replace: bool = False) -> None:
+    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive.
+
+    `can_replace` says that the caller has the flag `--replace`.
+    """
     live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
     if live:
         raise ConfigError(
             f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
-            "A new run would begin from new weights. To continue theirs, run `archipelago init --resume FOLDER` with "
-            "the folder of its merger. To give it up, stop them and wait 10 s, or repeat this with --replace.",
+            f"A new run would begin from new weights. To continue theirs, run `archipelago init --run {transport.run} "
+            "--resume FOLDER` with the folder of its merger. To give it up, stop them and wait 10 s"
+            + (", or repeat this with --replace." if can_replace else "."),
             code="init.islands-live",
         )
 

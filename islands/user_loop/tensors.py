@@ -117,12 +117,12 @@ def trained_by(trained: Trained) -> IsTrained:
     return lambda name: pattern.search(name) is not None
 
 
-def nothing_trained(trained: object, names: Sequence[str]) -> ConfigError:
+def nothing_trained(trained: object, names: Sequence[str], remedy: str) -> ConfigError:
     """Return the error (`loop.nothing`) for a model, or a choice of its tensors, without anything to train."""
     said = "all of them" if trained is None else f"trained={trained!r}" if isinstance(trained, str) else "`trained`"
     return ConfigError(
         f"of the {len(names)} tensors ({', '.join(names[:3])}, …), {said} gives no floating-point one to train",
-        f"Give what the optimiser trains: `nnx.state(model, nnx.Param)`, or the module. {_REMEDY}",
+        f"{remedy} {_REMEDY}",
         code="loop.nothing",
     )
 

@@ -69,7 +69,7 @@ class TreeLayout:
             merged = [place for place in places if _require_trainable(names[place], leaves[place])]
             frozen = [place for place in sorted({*range(len(names))} - {*places}) if is_weight(leaves[place])]
         if not merged:
-            raise nothing_trained(trained, names)
+            raise nothing_trained(trained, names, "Give what the optimiser trains: `nnx.state(model, nnx.Param)`.")
         repeated = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
         if repeated:
             raise ConfigError(

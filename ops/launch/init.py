@@ -192,7 +192,7 @@ def create(
         found = transport.reader.manifest()
     except UnknownRunError:  # There is no such run, or only its name.
         if not may_replace:
-            require_no_islands(transport)
+            require_no_islands(transport, can_replace=True)
         manifest, params = _new(workload_of(config, task), transport.run, weights)
         manifest = replace(with_shards(manifest, shards), uid=uuid.uuid4().hex)
         if weights is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,19 @@ def test_its_validation_becomes_the_held_out_loss_of_the_run(url: str) -> None:
     found = [unit.from_evaluation(each.bits_per_byte) for each in transport.reader.evaluations()]
     assert found[-1] == pytest.approx(float(made.callback_metrics["val_loss"]))
     assert len(found) == 4
+
+
+def test_a_checkpoint_with_more_steps_than_the_run_joins_it(url: str, tmp_path: Path) -> None:
+    alone = trainer(max_epochs=-1, max_steps=30)
+    alone.fit(lightning_module(), loader())
+    alone.save_checkpoint(tmp_path / "alone.ckpt")
+    callback, model = ArchipelagoCallback(url, "own", steps=20, sync=SYNC, island="a"), lightning_module()
+    archipelago.pytorch.create(url, "own", model, steps=20, sync=SYNC)
+    made = trainer(callback)
+    with served(url):
+        made.fit(model, loader(), ckpt_path=tmp_path / "alone.ckpt")
+    assert callback.island.step >= 20
+    assert made.global_step >= 50, "the steps before and those of the run"
 
 
 def test_an_exception_leaves_the_run_at_once(url: str) -> None:
