@@ -69,6 +69,8 @@ log = logging.getLogger(__name__)
 
 
 _interrupted = threading.Event()
+#: After this time, Ctrl-C interrupts once more if Python has dropped it.
+AGAIN_SECONDS = 0.05
 
 
 def interruptible() -> None:
@@ -79,6 +81,20 @@ def interruptible() -> None:
         _interrupted.set()
         raise KeyboardInterrupt
 
+    def again() -> None:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def dropped(found: Any) -> None:
+        """Interrupt once more if Python has dropped the exception, as in callbacks of its garbage collector."""
+        if found.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(found)
+            return
+        timer = threading.Timer(AGAIN_SECONDS, again)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = dropped
     signal.signal(signal.SIGINT, interrupt)
 
 

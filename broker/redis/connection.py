@@ -160,8 +160,10 @@ class RedisConnection:
     def warn_once(self, what: str, error: WireError) -> None:
         """Log that `what` cannot be read, once for each such text."""
         if what not in self.unreadable and len(self.unreadable) < UNREADABLE_MAX:
-            said = "%s cannot be read: %s. Something else writes there, or another version of the program does"
-            log.warning(said, what, error.reason, extra={"code": "broker.unreadable"})
+            why = "Something else writes there, or another version of the program does"
+            if error.code == "signature.wrong":
+                why = "Its credentials have been replaced or revoked, or somebody without credentials writes there"
+            log.warning("%s cannot be read: %s. %s", what, error.reason, why, extra={"code": "broker.unreadable"})
             self.unreadable[what] = error.reason
 
     @contextmanager

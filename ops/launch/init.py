@@ -158,7 +158,7 @@ def tell_of_memory(manifest: Manifest, server: Memory) -> None:
     say(f"memory: {needed}; {memory_text(available)} are available here")
     if manifest.config.model.recomputes_layers:
         say("memory: the backward pass computes each layer again (--model.rematerialise never keeps the activations)")
-    room = {"Redis": server.limit - server.used if server.limit else math.inf}
+    room = {"Redis": max(0, server.limit - server.used) if server.limit else math.inf}
     for part, size in parts.items():
         if size > (left := room.get(part, available)):
             say(f"warning: {memory_text(left)} are too little for {part}, which may be killed. Free some, use another "

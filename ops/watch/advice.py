@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 from archipelago.broker.manifest import loss_unit
@@ -144,6 +146,15 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
     return tuple(sorted(named, key=lambda problem: _ORDER.index(problem.mood)))
 
 
+def _up_command(view: RunView) -> str:
+    """Return the command that continues a run of `up` whose own Redis has ended; empty for others."""
+    if not view.folder or view.address != "URL":
+        return ""
+    parent = Path(*shlex.split(view.folder)).parent
+    where = "" if parent in (Path(), Path("runs")) else f" --folder {shlex.quote(str(parent))}"
+    return f"archipelago up --run {view.run}{where}"
+
+
 def _start_command(view: RunView) -> str:
     """Return the command that starts an island; empty if the islands are training scripts of their users."""
     if view.has_scripts:
@@ -154,7 +165,9 @@ def _start_command(view: RunView) -> str:
 def _run_problems(view: RunView) -> Iterator[Problem]:
     start = _start_command(view)
     another = f"Start one with `{start}`" if start else "Start one of its training scripts"
-    if not view.live:
+    if not view.live and (again := _up_command(view)):
+        yield Problem("run.no-islands", "bad", "run", "No island is live.", f"Continue the run with `{again}`.")
+    elif not view.live:
         had, log = view.known or view.rounds, "The log of the last island says why it ended."
         yield Problem(
             "run.no-islands", "bad", "run", "No island is live." if had else "No island has joined yet.",
@@ -175,8 +188,8 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
         yield Problem(
             "redis.unreadable", "warn", "redis",
             f"{len(view.unreadable)} records cannot be read and are skipped: {', '.join(view.unreadable[:3])}.",
-            "Something else writes to these keys, or another version of the program does. `archipelago doctor URL` "
-            "looks at the server.",
+            "An island has credentials that were replaced or revoked, or something else or another version of the "
+            "program writes to these keys. `archipelago doctor URL` looks at the server.",
         )  # fmt: skip
 
 
@@ -191,10 +204,14 @@ def _merger_problems(view: RunView) -> Iterator[Problem]:
     if view.lacks_merger and status.holders:
         yield _shards_without_merger(view)
     elif view.lacks_merger or view.refused:
+        start = f"Start one with `archipelago merger URL --run {view.run}`. It goes on where the last one stopped. "
+        start += "Until then islands train on, and their work waits for one."
+        if 0 < view.memory_limit_bytes <= view.memory_bytes:
+            start = "Redis is full, so a merger that runs cannot write either. Raise `maxmemory`: it goes on by itself."
+        again = _up_command(view) and f"Continue the run with `{_up_command(view)}`."
         yield Problem(
-            "merger.missing", "bad", "merger", "No merger serves the run.",
-            view.refused or f"Start one with `archipelago merger URL --run {view.run}`. It goes on where the last one "
-            "stopped. Until then islands train on, and their work waits for one.", status.still_seconds,
+            "merger.missing", "bad", "merger", "No merger serves the run.", view.refused or again or start,
+            status.still_seconds,
         )  # fmt: skip
     elif stalls and not view.control.is_paused:
         stalled = [shard for shard, each in enumerate(status.shards) if each.still_seconds > longest]

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: What a run writes into its folder. Their times tell when it was last active; a folder without any of them is no run.
-_TRACES = ("config.toml", run_report.SUMMARY, "redis/*", "merger/*", "islands/*/*")
+#: Whoever looks at a run that has ended starts its Redis, which writes other files anew.
+_TRACES = ("config.toml", run_report.SUMMARY, "redis/appendonlydir/*", "merger/*", "islands/*/*")
 
 
 @dataclass(frozen=True)

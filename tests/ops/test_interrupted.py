@@ -115,3 +115,29 @@ def test_up_that_was_interrupted_while_it_was_loaded_starts_nothing(
     monkeypatch.setattr(up, "start_server", lambda *args, **named: pytest.fail("a server was started"))
     assert guarded(lambda: up.main(up.UpOptions(folder=tmp_path / "runs"))) == 130
     assert not (tmp_path / "runs").exists()
+
+
+DROPPED = """
+import os, signal, sys, time
+from archipelago.broker.process import guarded, interruptible
+
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            pass
+
+def main():
+    Dropping()
+    time.sleep(20.0)
+    return 0
+
+interruptible()
+sys.exit(guarded(main))
+"""
+
+
+def test_ctrl_c_that_python_drops_ends_a_verb_all_the_same() -> None:
+    command = [sys.executable, "-P", "-c", DROPPED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

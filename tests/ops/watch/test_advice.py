@@ -67,6 +67,28 @@ def test_a_healthy_run_has_no_problem() -> None:
     assert look(seen) == []
 
 
+def remedies(seen: RunView) -> dict[str, str]:
+    return {problem.code: problem.remedy for problem in problems(seen, NOW)}
+
+
+def test_a_run_of_up_whose_redis_has_ended_is_continued_by_up() -> None:
+    ended = view(beat("a", age=60.0), beat("b", age=60.0), merger=status(holder=""), address="URL")
+    for folder, command in (
+        ("runs/demo", f"archipelago up --run {MANIFEST.run}`"),
+        ("'/a b/demo'", f"archipelago up --run {MANIFEST.run} --folder '/a b'`"),
+    ):
+        found = remedies(replace(ended, folder=folder))
+        assert command in found["run.no-islands"]
+        assert command in found["merger.missing"]
+    for seen in (ended, replace(ended, folder="runs/demo", address="runs/demo/admin.join")):
+        assert "archipelago merger" in remedies(seen)["merger.missing"]
+
+
+def test_a_full_redis_is_told_before_a_merger_is_started() -> None:
+    full = view(merger=status(holder=""), memory_bytes=10, memory_limit_bytes=10)
+    assert "Redis is full" in remedies(full)["merger.missing"]
+
+
 def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
     member = replace(ROUND.members[0], island="a", steps=2 * MANIFEST.config.sync.interval)
     usual = [replace(entry, members=(member,)) for entry in tape_of([2.0] * 40, 10.0)]
