@@ -21,6 +21,7 @@ from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy, own_pieces, put_like
 from archipelago.islands.sync.recovery import NO_BOUNDS, MomentBounds
 from archipelago.islands.user_loop.tree import FrozenLeaves, TreeLayout, name_of, pieces
+from archipelago.islands.user_loop.unassigned import UnassignedCheck
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class TreeParameters:
         self._has_begun = False
         self._named: dict[str, Any] | None = None
         self._frozen: FrozenLeaves | None = None
+        self._unassigned = UnassignedCheck()
 
     def choose(self, manifest: Manifest) -> None:
         """Train the leaves that the run trains, unless the script has chosen others."""
@@ -48,6 +50,8 @@ class TreeParameters:
     def offer(self, tree: Any) -> None:
         """Take the tree that the loop gives. It is checked when a fragment is sent or adopted."""
         self.tree, self._named, self._leaves = tree, None, None
+        if self._unassigned.waits:
+            self._unassigned.look(self.named())
         if self._frozen is not None:
             self._frozen.require_same()
 
@@ -83,6 +87,8 @@ class TreeParameters:
 
     def replace(self, named: Mapping[str, Any]) -> None:
         """Replace the arrays, and build the tree for the loop."""
+        if self._named is not None:
+            self._unassigned.merged(self._named, named)
         self._named, self._leaves = dict(named), self._leaves_with(named)
         self.tree = jax.tree.unflatten(self._structure, self._leaves)
 

@@ -1,0 +1,38 @@
+"""A loop that does not take what `sync` returns is told so, and one that does is not."""
+
+from __future__ import annotations
+
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from archipelago.islands.user_loop.parameters import TreeParameters
+
+
+def merges(caplog: pytest.LogCaptureFixture, *, assigns: bool, step: float, rounds: int = 6) -> list[str]:
+    """Let a loop make a step after each of some merges, and return what is logged."""
+    caplog.set_level(logging.WARNING)
+    random = np.random.default_rng(0)
+    tree = {"large": jnp.zeros((300, 300)), "small": jnp.zeros(40)}
+    parameters = TreeParameters(tree)
+    parameters.start(tree)
+    for _ in range(rounds):
+        parameters.offer(tree)
+        merged = {name: leaf + random.standard_normal(leaf.shape) for name, leaf in parameters.named().items()}
+        parameters.replace(merged)
+        taken = parameters.tree if assigns else tree
+        tree = {name: leaf + step * random.standard_normal(leaf.shape) for name, leaf in taken.items()}
+    parameters.offer(tree)
+    return [record.message for record in caplog.records]
+
+
+def test_a_loop_that_drops_the_merged_parameters_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = merges(caplog, assigns=False, step=0.01)
+    assert "params = run.sync(params" in said
+
+
+@pytest.mark.parametrize(("assigns", "step"), [(True, 0.01), (True, 3.0), (False, 3.0)])
+def test_others_are_not(assigns: bool, step: float, caplog: pytest.LogCaptureFixture) -> None:
+    assert merges(caplog, assigns=assigns, step=step) == [], "large steps say nothing"
