@@ -29,10 +29,10 @@ class ReplayOptions:
     """
 
     run: Annotated[str, tyro.conf.Positional]
-    """The name of the run."""
+    """The name of the run, or its folder, such as runs/demo."""
     folder: Path = Path("runs")
-    """The folder of the runs. The record is FOLDER/RUN/merger/record, and FOLDER/RUN/merger/shard-K/record for a
-    further shard K."""
+    """The folder of the runs, for a name. The record is FOLDER/RUN/merger/record, and FOLDER/RUN/merger/shard-K/record
+    for a further shard K."""
     json: bool = False
     """Print one JSON object."""
 
@@ -40,7 +40,8 @@ class ReplayOptions:
 def main(options: ReplayOptions) -> int:
     """Replay. Return 0 if nothing differs, and 1 if something does."""
     with progress("reading the record"):
-        recorded = read(options.folder / options.run / "merger")
+        own = Path(options.run) if "/" in options.run else options.folder / options.run
+        recorded = read(own / "merger")
     keep_compiled()
     os.environ["JAX_PLATFORMS"] = "cpu"  # as in a merger
     found = repeat(recorded)

@@ -77,7 +77,7 @@ def test_replay_merges_the_run_of_a_script_exactly(served: Served, capsys: pytes
     found = printed(capsys)
     assert found["same"]
     assert found["rounds"] == served.run.merger.state.closed >= 4
-    assert replay(ReplayOptions("own")) == 0
+    assert replay(ReplayOptions("runs/own")) == 0
 
 
 def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
