@@ -163,8 +163,8 @@ class JoinedRun(Session):
     def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
         self._require_joined()
         before, given, self._given = self._parameters.tree, self._given, None
-        self._parameters.offer(given)
         try:
+            self._parameters.offer(given)
             super()._turn(steps, tokens, loss)
         except ConfigError:
             self._parameters.offer(before)  # the island can still leave with what it has

@@ -48,7 +48,7 @@ class TreeParameters:
             self.layout = TreeLayout.of(self.tree, trained.__contains__)
 
     def offer(self, tree: Any) -> None:
-        """Take the tree that the loop gives. It is checked when a fragment is sent or adopted."""
+        """Take the tree that the loop gives. It is checked when a fragment is sent or adopted, and after that."""
         self.tree, self._named, self._leaves = tree, None, None
         if self._unassigned.waits:
             self._unassigned.look(self.named())

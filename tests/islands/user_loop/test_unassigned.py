@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from archipelago.broker.errors import ConfigError
 from archipelago.islands.user_loop.parameters import TreeParameters
+from tests.failing import failing
 
 
 def merges(caplog: pytest.LogCaptureFixture, *, assigns: bool, step: float, rounds: int = 6) -> list[str]:
@@ -36,3 +38,13 @@ def test_a_loop_that_drops_the_merged_parameters_is_told_once(caplog: pytest.Log
 @pytest.mark.parametrize(("assigns", "step"), [(True, 0.01), (True, 3.0), (False, 3.0)])
 def test_others_are_not(assigns: bool, step: float, caplog: pytest.LogCaptureFixture) -> None:
     assert merges(caplog, assigns=assigns, step=step) == [], "large steps say nothing"
+
+
+def test_a_leaf_that_is_not_there_is_an_error_of_the_tree() -> None:
+    tree = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
+    parameters = TreeParameters(tree)
+    parameters.start(tree)
+    parameters.offer(tree)
+    parameters.replace({name: leaf + 1 for name, leaf in parameters.named().items()})
+    with failing(ConfigError, "loop.other-tree"):
+        parameters.offer({"a": jnp.zeros(4)})
