@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from typing import NamedTuple
 Span = tuple[float, float]
 #: The names of events of CUDA that cross between host and device. A copy within the device is part of a program.
 _CROSSING = ("MemcpyH2D", "MemcpyD2H")
+#: The shortest time without a program that counts as waiting, in nanoseconds.
+GAP_NS = 100_000.0
 
 
 class DeviceTimes(NamedTuple):
@@ -19,7 +22,7 @@ class DeviceTimes(NamedTuple):
         copies: All copies between host and device.
         hidden: The part of these that passed beside a program on the same device.
         whole: From the begin of the first program to the end of the last one.
-        waits: The part of this in which no program ran.
+        waits: The part of this in which no program ran for GAP_NS or longer. A program has shorter gaps itself.
     """
 
     copies: float = 0.0
@@ -45,7 +48,9 @@ def device_times(folder: Path) -> DeviceTimes | None:
         copies, programs = ([span for is_copy, span in spans if is_copy == wanted] for wanted in (True, False))
         running = joined(programs)
         whole = running[-1][1] - running[0][0] if running else 0.0
-        found.append(DeviceTimes(_length(copies), overlap(copies, running), whole, whole - _length(running)))
+        gaps = [later[0] - earlier[1] for earlier, later in pairwise(running)]
+        waits = sum(gap for gap in gaps if gap >= GAP_NS)
+        found.append(DeviceTimes(_length(copies), overlap(copies, running), whole, waits))
     return DeviceTimes(*(1e-9 * sum(each) for each in zip(*found, strict=True))) if any(map(any, found)) else None
 
 
