@@ -7,6 +7,8 @@ import re
 import pytest
 
 from archipelago.broker.failpoints import FAILPOINTS
+from archipelago.islands.models.llama import DENSE
+from archipelago.islands.models.registry import MODELS
 from docs.generate import FOLDER, PAGES, RECORDED, ROOT
 
 #: Texts with the form of a code: modules, tensors and a file of the system.
@@ -35,3 +37,13 @@ def test_every_code_in_the_source_is_on_the_page() -> None:
     )
     unknown = texts - codes - settings - set(FAILPOINTS) - OTHERS
     assert {text for text in unknown if not _FILE.search(text)} == set()
+
+
+def test_the_table_of_models_has_their_sizes_and_rates() -> None:
+    page = (FOLDER / "reference/index.md").read_text(encoding="utf-8").replace(",", "")
+    table = page.partition("## Models")[2].partition("## ")[0]
+    rows = {name: rest.split(" | ") for name, rest in re.findall(r"^\| `([\w-]+)` \| (.*) \|$", table, re.MULTILINE)}
+    assert rows.keys() == MODELS.keys()
+    assert {name: float(row[-1]) for name, row in rows.items()} == {n: m.learning_rate for n, m in MODELS.items()}
+    for name, size in DENSE.items():
+        assert rows[name][:4] == [str(each) for each in (size.width, size.layers, size.heads, size.hidden)]
