@@ -113,7 +113,7 @@ def _invite(options: InviteOptions) -> int:
         if not options.name:
             _list(administrator.membership.all(), options)
             return 0
-        file = options.out or options.folder / administrator.run / f"{administrator.run}.{options.name}{SUFFIX}"
+        file = options.out or _join_file(options, administrator.run)
         if not options.replace and str(file) != STANDARD_OUTPUT and file.exists():
             raise ConfigError(
                 f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.exists"
@@ -145,7 +145,7 @@ def _revoke(options: RevokeOptions) -> int:
     with options.administrator() as administrator:
         user = administrator.user_of(options.name)
         member = administrator.membership.all().by_name.get(options.name)
-        is_gone = administrator.revoke(options.name)
+        is_gone, file = administrator.revoke(options.name), _join_file(options, administrator.run)
         kept = administrator.membership.keep() if is_gone else None
     if options.json:
         print_json({"name": options.name, "user": user, "user_deleted": bool(is_gone)})
@@ -159,9 +159,16 @@ def _revoke(options: RevokeOptions) -> int:
         say("  it still knows the key with which all mergers of the run sign")
     if is_gone and kept == "nowhere":
         say("  this Redis does not keep its users on disk: check its configuration file for that user")
+    if file.exists():
+        say(f"  {file} is of no use any more: delete it before you invite somebody of that name")
     if not is_gone:
         say(f"  this Redis does not let us delete users: delete {user} where the Redis is managed")
     return 0 if is_gone else 1
+
+
+def _join_file(options: AdministratorOptions, run: str) -> Path:
+    """Return where the join file of a member is by default."""
+    return options.folder / run / f"{run}.{options.name}{SUFFIX}"
 
 
 def _without_name(options: InviteOptions) -> InviteOptions:

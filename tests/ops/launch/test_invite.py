@@ -120,7 +120,9 @@ def test_an_invitation_is_not_repeated_but_replaced(run: RedisTransport, join: I
     transport.close()
 
 
-def test_revoking_ends_everything(run: RedisTransport, join: Invite, server: RedisServer) -> None:
+def test_revoking_ends_everything(
+    run: RedisTransport, join: Invite, server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     join("oslo")
     transport = connect_to(str(join_file(run, "oslo")), None)
     transport.island.heartbeat(samples.heartbeat("oslo"))
@@ -129,6 +131,7 @@ def test_revoking_ends_everything(run: RedisTransport, join: Invite, server: Red
     assert len(raw.keys(f"*{run.run}*:oslo*")) > 3
     options = RevokeOptions(name="oslo", url=server.url, run=run.run)
     assert invite.main(options) == 0
+    assert f"{join_file(run, 'oslo')} is of no use any more" in capsys.readouterr().err
     assert raw.keys(f"*{run.run}*:oslo*") == []
     assert (raw.scard(run.connection.keys.islands), run.reader.backlog()) == (0, 0)
     with failing(BrokerError, "broker.access"):
