@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,7 +165,10 @@ def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> Ite
 
     It pays where numpy does the work, without Python's lock. Work must not call this again.
     """
-    return _threads().map(work, items) if len(items) > 1 else map(work, items)
+    if len(items) > 1:
+        with suppress(RuntimeError):  # the interpreter ends, and its threads take nothing more
+            return _threads().map(work, items)
+    return map(work, items)
 
 
 @cache

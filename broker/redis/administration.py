@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import redis
@@ -167,6 +167,12 @@ class MemberRecords:
         """Add a member, or replace its record."""
         with self._connection.translated():
             self._redis.hset(self._keys.members, name, member.to_json())
+
+    def put_all(self, members: Mapping[str, Member], merger_key: str) -> None:
+        """Add members at once, and the public key of the run's mergers unless it is empty."""
+        fields = {name: member.to_json() for name, member in members.items()}
+        with self._connection.translated():
+            self._redis.hset(self._keys.members, mapping=fields | ({MERGER_KEY: merger_key} if merger_key else {}))
 
     def remove(self, name: str) -> bool:
         """Remove a member's record. Return whether there was one."""

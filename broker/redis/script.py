@@ -110,12 +110,14 @@ local function pointer_in(fields)
   end
   return count, name
 end
+local named = {}  -- chunks of the entries before: no two may have the same, because each moves once
 for i = 1, tonumber(word()) do
   local key, id, kept, prefix, most, digests = word(), word(), word(), word(), tonumber(word()), word()
   local fields = fields_of(key, id)
   if not fields or redis.call('EXISTS', kept) == 1 then return {'withdrawn', key} end
   for i, chunk in ipairs(chunks(prefix, most, pointer_in(fields))) do
-    if redis.call('EXISTS', chunk) == 0 then return {'withdrawn', key} end
+    if named[chunk] or redis.call('EXISTS', chunk) == 0 then return {'withdrawn', key} end
+    named[chunk] = true
     if digests ~= '' and redis.sha1hex then  -- its island may have changed it since; fakeredis has no digests
       local data = redis.pcall('GET', chunk)
       local digest = type(data) == 'string' and redis.sha1hex(data)

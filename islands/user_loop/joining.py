@@ -167,7 +167,7 @@ class JoinedRun(Session):
             self._parameters.offer(given)
             super()._turn(steps, tokens, loss)
         except ConfigError:
-            self._parameters.offer(before)  # the island can still leave with what it has
+            self._parameters.keep(before)  # the island can still leave with what it has
             raise
 
     # -- what JAX adds to a session -----------------------------------------------------------------------------------

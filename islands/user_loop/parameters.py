@@ -49,11 +49,15 @@ class TreeParameters:
 
     def offer(self, tree: Any) -> None:
         """Take the tree that the loop gives. It is checked when a fragment is sent or adopted, and after that."""
-        self.tree, self._named, self._leaves = tree, None, None
+        self.keep(tree)
         if self._unassigned.waits:
             self._unassigned.look(self.named())
         if self._frozen is not None:
             self._frozen.require_same()
+
+    def keep(self, tree: Any) -> None:
+        """Take a tree without a look at it."""
+        self.tree, self._named, self._leaves = tree, None, None
 
     def start(self, named: Mapping[str, Any]) -> None:
         """Begin with these arrays and the island's own leaves. A second time, those of the newest tree stay."""

@@ -213,29 +213,33 @@ class Administrator:
         content = json.dumps({"uid": self.transport.reader.uid(), "members": records})
         write_atomically(self.file.with_name(MEMBERS_FILE), content, mode=PRIVATE)
 
+    def has_lost(self) -> bool:
+        """Return whether this Redis knows nothing of the run's members. Revoking the last one leaves the key."""
+        found = self.membership.all()
+        return not (found.by_name or found.faults or found.merger_key)
+
     def put_back(self) -> list[str]:
-        """Put the members of this run back that a Redis without any has lost, and return their names.
+        """Put the members of this run back that a Redis has lost (`has_lost`), and return their names.
 
         Their users may be lost, too: then they need new credentials (`invite --replace`).
         """
-        file, found = self.file.with_name(MEMBERS_FILE), self.membership.all()
+        file = self.file.with_name(MEMBERS_FILE)
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
             members = Members.of(kept["members"]).by_name if kept["uid"] == self.transport.reader.uid() else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or somebody has changed it
             return []
-        if found.by_name or found.faults or not members:
-            return []
-        if any(member.role in SIGNING_ROLES for member in members.values()):
-            self.open()
-        for name, member in members.items():
-            self.membership.put(name, member)
+        if members:
+            signs = any(member.role in SIGNING_ROLES for member in members.values()) and self._kept_key()
+            self.membership.put_all(members, public_text(signs) if signs else "")
+            if signs:
+                self.open()
         return sorted(members)
 
 
-def put_back(administrator: Administrator) -> None:
+def put_back(administrator: Administrator, *, has_lost: bool) -> None:
     """Put back what a Redis has lost of a run's members, and say so."""
-    if not (names := administrator.put_back()):
+    if not has_lost or not (names := administrator.put_back()):
         return
     say(f"this Redis had lost the members of the run {administrator.run!r}: {', '.join(names)} are put back")
     membership = administrator.membership

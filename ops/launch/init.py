@@ -76,7 +76,8 @@ def main(options: InitOptions) -> int:
         manifest, created = resume(transport, options.resume), True
         if transport.invitation is not None and transport.invitation.role == ADMIN:
             file = Path(options.url or os.environ[URL_VARIABLE])
-            put_back(Administrator(transport, transport.invitation.url, file.parent))
+            administrator = Administrator(transport, transport.invitation.url, file.parent)
+            put_back(administrator, has_lost=administrator.has_lost())
     else:
         manifest, created = create(
             transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards

@@ -52,6 +52,8 @@ LEAVE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.1
+#: Without an answer of Redis for so long, nobody waits for the islands of others.
+AWAY_SECONDS = 30.0
 SINGLE_PROCESS = "archipelago.ops.experiments.baselines"
 
 
@@ -150,12 +152,19 @@ class LocalRun:
                 stack.enter_context(live)
             stack.enter_context(repeated(self.watcher.update, LOOK_SECONDS))  # a Redis that hangs holds up nothing else
             said: object = None
-            serves_others = False
-            while not self.stopped() and (not self._have_left() or self._others()):
+            left_at, serves_others = 0.0, False
+            while not self.stopped():
                 now = time.monotonic()
-                if self._have_left() and not serves_others:
-                    serves_others = True
-                    say(f"  the islands here have left, and this serves {', '.join(self._others())} on. Ctrl-C ends it")
+                if self._have_left():
+                    left_at = left_at or time.time()
+                    seen_at = self.watcher.latest.unix_seconds if self.watcher.latest else 0.0
+                    others = self._others()
+                    is_over = not others and (seen_at > left_at or not self._is_unfinished())
+                    if is_over or time.time() - max(left_at, seen_at) > AWAY_SECONDS:
+                        break
+                    if others and seen_at > left_at and not serves_others:
+                        serves_others = True
+                        say(f"  the islands here have left, and this serves {', '.join(others)} on. Ctrl-C ends it")
                 events = [self.redis.tend()] if self.redis else []
                 events += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
                 for event in filter(None, events):
@@ -174,9 +183,13 @@ class LocalRun:
 
     def _others(self) -> list[str]:
         """Return the live islands of others in an unfinished run, which need this merger and perhaps this Redis."""
-        view, ours = self.watcher.latest and self.watcher.latest.view, {child.name for child in self.islands}
-        islands = view.islands if view and view.unfinished else ()
+        ours, latest = {child.name for child in self.islands}, self.watcher.latest
+        islands = latest.view.islands if latest and self._is_unfinished() else ()
         return [island.name for island in islands if island.live and island.name not in ours]
+
+    def _is_unfinished(self) -> bool:
+        """Return whether the run has steps to make, as far as it was seen."""
+        return self.watcher.latest is None or bool(self.watcher.latest.view.unfinished)
 
     def _require_workers(self) -> None:
         """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""

@@ -115,9 +115,10 @@ def main(options: UpOptions) -> int:
         transport = stack.enter_context(closing(connect(url, name, invited)))
         if not server:
             require_writable(folder)
-        administrator = None
+        administrator, has_lost = None, False
         if server and server.host:
             administrator = Administrator(transport, server.address.url(server.host), folder)
+            has_lost = administrator.has_lost()
             administrator.open()  # before anything is written into the run
         elif server:
             invitations.write(folder / ADMIN_FILE, Invitation(url, name, ADMIN, ADMIN))
@@ -130,7 +131,7 @@ def main(options: UpOptions) -> int:
         for line in shares.describe(names) if shares else []:
             say(f"  device  {line}")
         if administrator:
-            put_back(administrator)
+            put_back(administrator, has_lost=has_lost)
         joins = invite_ours(administrator, url, names) if administrator else {}
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from archipelago.broker.manifest import loss_unit
@@ -146,15 +144,6 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
     return tuple(sorted(named, key=lambda problem: _ORDER.index(problem.mood)))
 
 
-def _up_command(view: RunView) -> str:
-    """Return the command that continues a run of `up` whose own Redis has ended; empty for others."""
-    if not view.folder or view.address != "URL":
-        return ""
-    parent = Path(*shlex.split(view.folder)).parent
-    where = "" if parent in (Path(), Path("runs")) else f" --folder {shlex.quote(str(parent))}"
-    return f"archipelago up --run {view.run}{where}"
-
-
 def _start_command(view: RunView) -> str:
     """Return the command that starts an island; empty if the islands are training scripts of their users."""
     if view.has_scripts:
@@ -165,8 +154,8 @@ def _start_command(view: RunView) -> str:
 def _run_problems(view: RunView) -> Iterator[Problem]:
     start = _start_command(view)
     another = f"Start one with `{start}`" if start else "Start one of its training scripts"
-    if not view.live and (again := _up_command(view)):
-        yield Problem("run.no-islands", "bad", "run", "No island is live.", f"Continue the run with `{again}`.")
+    if not view.live and view.up:
+        yield Problem("run.no-islands", "bad", "run", "No island is live.", f"Continue the run with `{view.up}`.")
     elif not view.live:
         had, log = view.known or view.rounds, "The log of the last island says why it ended."
         yield Problem(
@@ -208,7 +197,7 @@ def _merger_problems(view: RunView) -> Iterator[Problem]:
         start += "Until then islands train on, and their work waits for one."
         if 0 < view.memory_limit_bytes <= view.memory_bytes:
             start = "Redis is full, so a merger that runs cannot write either. Raise `maxmemory`: it goes on by itself."
-        again = _up_command(view) and f"Continue the run with `{_up_command(view)}`."
+        again = view.up and f"Continue the run with `{view.up}`."
         yield Problem(
             "merger.missing", "bad", "merger", "No merger serves the run.", view.refused or again or start,
             status.still_seconds,

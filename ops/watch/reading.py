@@ -74,6 +74,15 @@ def observe(
     )
 
 
+def up_command(folder: Path, run: str) -> str:
+    """Return the command that continues the run of `up` in that folder; empty if `up` has not made it."""
+    place = folder.absolute()
+    if place.name != run or not (place / "redis").is_dir():
+        return ""
+    is_usual = place.parent == Path("runs").absolute()
+    return f"archipelago up --run {run}" + ("" if is_usual else f" --folder {shlex.quote(str(place.parent))}")
+
+
 def refusals_of(reader: ReaderClient) -> list[tuple[float, Refusal]]:
     """Return the recent refusals, oldest first, each with its Unix seconds. It reads many entries of a stream."""
     return [(at, refusal) for at, refusal in reader.refusals(REFUSALS_READ) if not refusal.repeat]
@@ -256,6 +265,7 @@ class Watcher:
         self.latest: RunReading | None = None
         self._primary, self._rounds, self._address = transport, rounds, address
         self._folder = shlex.quote(str(folder)) if folder else ""
+        self._up = up_command(folder, transport.run) if folder and address == "URL" else ""
         self._outage: Outage | None = None
         self.manifest, self.transport = opened(transport, for_display=True)
         self.history = History(self.manifest.shard_layout)
@@ -294,7 +304,7 @@ class Watcher:
             self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
         notes = self.transport.reader.notes(EVENTS_READ)
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes)
-        view, now = replace(view, address=self._address, folder=self._folder), self.wall()
+        view, now = replace(view, address=self._address, folder=self._folder, up=self._up), self.wall()
         return RunReading(
             view=view,
             unix_seconds=now,

@@ -70,6 +70,7 @@ class RunView:
         tape: The recent rounds, oldest first, as the evaluations are.
         address: How commands name the run's Redis here; empty if $ARCHIPELAGO_URL does.
         folder: How commands name the run's folder here; empty if it has none.
+        up: The command that continues a run of `up` whose own Redis has ended; empty for others.
     """
 
     manifest: Manifest
@@ -119,6 +120,7 @@ class RunView:
     evaluations: Sequence[Evaluation] = ()
     address: str = "URL"
     folder: str = ""
+    up: str = ""
 
     @property
     def has_scripts(self) -> bool:

@@ -301,6 +301,26 @@ def test_what_was_merged_stays_although_its_island_uses_the_name_of_its_chunks_a
     assert not list(keys.plain().connection.redis.scan_iter(f"{key.kept_prefix('island-0')}*"))
 
 
+def test_two_entries_with_the_same_chunks_are_not_merged_together(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunks move once. A script that fails half-way leaves what it has written."""
+    monkeypatch.setattr("archipelago.broker.redis.chunks.INLINE_BYTES", 8)
+    keys, payload = Keys(next(NAMES), url=server.url), b"a contribution"
+    merger, island = begin(keys.connect("merger")).merger, keys.connect("island-0")
+    epoch, raw, key = merger.acquire("merger", 60.0) or 0, island.connection.redis, island.connection.keys
+    header = replace(contribution(island="island-0"), bytes=len(payload), digest=signed_digest(payload))
+    entry = island.island.publish(header, payload)
+    stream, id_ = key.updates("island-0"), entry.partition("/")[2]
+    ((_, fields),) = raw.xrange(stream, id_, id_)
+    both = [entry, f"island-0/{raw.xadd(stream, fields).decode()}"]
+    head = raw.hgetall(key.head(0))
+    with failing(WithdrawnError):
+        merger.commit(epoch, commit(both))
+    assert (raw.hgetall(key.head(0)), raw.xlen(stream)) == (head, 2), "nothing was written"
+    merger.commit(epoch, commit(both[:1]))
+
+
 # -- mergers -------------------------------------------------------------------------------------------------------
 
 

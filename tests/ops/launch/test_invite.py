@@ -274,3 +274,8 @@ def test_members_that_a_redis_has_lost_are_put_back(
         raw.delete(run.connection.keys.members)
         assert invite.main(listed) == 0
         assert not run.membership.all().by_name, "they are of another run, or cannot be read"
+    kept.write_text(json.dumps(records))
+    raw.hset(run.connection.keys.members, invitations.MERGER_KEY, before.merger_key)
+    assert run.membership.all().merger_key
+    assert invite.main(listed) == 0
+    assert not run.membership.all().by_name, "another administrator has revoked them"

@@ -19,7 +19,7 @@ from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, grouped, problems, rising, state_of, verdict
 from archipelago.ops.watch.history import events_of
-from archipelago.ops.watch.reading import Outage, RunReading, summarise
+from archipelago.ops.watch.reading import Outage, RunReading, summarise, up_command
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import MOODS, state_line, steps_per_second
 from tests import samples
@@ -73,15 +73,20 @@ def remedies(seen: RunView) -> dict[str, str]:
 
 def test_a_run_of_up_whose_redis_has_ended_is_continued_by_up() -> None:
     ended = view(beat("a", age=60.0), beat("b", age=60.0), merger=status(holder=""), address="URL")
-    for folder, command in (
-        ("runs/demo", f"archipelago up --run {MANIFEST.run}`"),
-        ("'/a b/demo'", f"archipelago up --run {MANIFEST.run} --folder '/a b'`"),
-    ):
-        found = remedies(replace(ended, folder=folder))
-        assert command in found["run.no-islands"]
-        assert command in found["merger.missing"]
-    for seen in (ended, replace(ended, folder="runs/demo", address="runs/demo/admin.join")):
-        assert "archipelago merger" in remedies(seen)["merger.missing"]
+    again = remedies(replace(ended, up="archipelago up --run demo"))
+    assert again["run.no-islands"] == again["merger.missing"] == "Continue the run with `archipelago up --run demo`."
+    assert "archipelago merger" in remedies(ended)["merger.missing"]
+
+
+def test_only_a_folder_of_up_is_continued_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("runs/demo/redis", "runs/demo/merger", "a b/demo/redis"):
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert up_command(Path("runs/demo"), "demo") == "archipelago up --run demo"
+    assert up_command(Path("a b/demo"), "demo") == f"archipelago up --run demo --folder '{tmp_path}/a b'"
+    assert up_command(Path("runs/demo"), "other") == up_command(Path("runs/demo/merger"), "demo") == ""
+    monkeypatch.chdir(tmp_path / "runs")
+    assert up_command(Path("demo"), "demo") == f"archipelago up --run demo --folder {tmp_path}/runs"
 
 
 def test_a_full_redis_is_told_before_a_merger_is_started() -> None:
