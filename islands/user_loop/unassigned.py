@@ -18,14 +18,15 @@ log = logging.getLogger(__name__)
 SIZE_MAX = 1 << 16
 #: A value is that of before if it is this many times nearer to it than to the merged one, and the other way round.
 NEARER = 4.0
-#: So many merges in a row must have been lost. A step may lead back from a merge, as in a small convex problem.
+#: It warns when this many merges in a row were lost. One proves nothing: in a convex problem, a step may lead back
+#: to where the parameters were before the merge.
 LOST_MIN = 3
-#: After so many merges without an answer, nobody looks any more.
+#: It stops to look after this many merges.
 LOOKS_MAX = 100
 
 
 class UnassignedCheck:
-    """Looks at merges until one was taken, or until it has warned."""
+    """Looks at merges until the loop has taken one, until it has warned, or LOOKS_MAX times."""
 
     def __init__(self) -> None:
         self._left, self._lost = LOOKS_MAX, 0

@@ -52,7 +52,7 @@ LEAVE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.1
-#: Without an answer of Redis for so long, nobody waits for the islands of others.
+#: `up` no longer waits for the islands of others when Redis has not answered for this long.
 AWAY_SECONDS = 30.0
 SINGLE_PROCESS = "archipelago.ops.experiments.baselines"
 
@@ -87,6 +87,8 @@ class LocalRun:
     seconds: float = 0.0
     _view: RunView | None = None
     _tokens_before: int = 0
+    _left_at: float = 0.0  # when the islands here had left, in Unix seconds
+    _serves_others: bool = False
 
     def __post_init__(self) -> None:
         options, folder, count = self.options, self.folder, self.options.islands
@@ -152,19 +154,8 @@ class LocalRun:
                 stack.enter_context(live)
             stack.enter_context(repeated(self.watcher.update, LOOK_SECONDS))  # a Redis that hangs holds up nothing else
             said: object = None
-            left_at, serves_others = 0.0, False
-            while not self.stopped():
+            while not self.stopped() and self._goes_on():
                 now = time.monotonic()
-                if self._have_left():
-                    left_at = left_at or time.time()
-                    seen_at = self.watcher.latest.unix_seconds if self.watcher.latest else 0.0
-                    others = self._others()
-                    is_over = not others and (seen_at > left_at or not self._is_unfinished())
-                    if is_over or time.time() - max(left_at, seen_at) > AWAY_SECONDS:
-                        break
-                    if others and seen_at > left_at and not serves_others:
-                        serves_others = True
-                        say(f"  the islands here have left, and this serves {', '.join(others)} on. Ctrl-C ends it")
                 events = [self.redis.tend()] if self.redis else []
                 events += [*(child.tend(now) for child in children), *self.standbys.tend(now)]
                 for event in filter(None, events):
@@ -178,18 +169,29 @@ class LocalRun:
                     say(f"  {line(reading, outage)}")
                 time.sleep(POLL_SECONDS)
 
-    def _have_left(self) -> bool:
-        return all(child.done or child.failed for child in self.islands)
+    def _goes_on(self) -> bool:
+        """Return whether an island here still trains, or one of others needs this merger.
+
+        Whether others need it is seen after the islands here have left, unless the run was seen to be finished before.
+        """
+        if not all(child.done or child.failed for child in self.islands):
+            return True
+        now, latest, others = time.time(), self.watcher.latest, self._others()
+        self._left_at, seen_at = self._left_at or now, latest.unix_seconds if latest else 0.0
+        if now - max(self._left_at, seen_at) > AWAY_SECONDS:
+            return False
+        if seen_at <= self._left_at:
+            return latest is None or latest.view.unfinished
+        if others and not self._serves_others:
+            self._serves_others = True
+            say(f"  the islands here have left, and this serves {', '.join(others)} on. Ctrl-C ends it")
+        return bool(others)
 
     def _others(self) -> list[str]:
         """Return the live islands of others in an unfinished run, which need this merger and perhaps this Redis."""
         ours, latest = {child.name for child in self.islands}, self.watcher.latest
-        islands = latest.view.islands if latest and self._is_unfinished() else ()
+        islands = latest.view.islands if latest and latest.view.unfinished else ()
         return [island.name for island in islands if island.live and island.name not in ours]
-
-    def _is_unfinished(self) -> bool:
-        """Return whether the run has steps to make, as far as it was seen."""
-        return self.watcher.latest is None or bool(self.watcher.latest.view.unfinished)
 
     def _require_workers(self) -> None:
         """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""

@@ -130,9 +130,10 @@ def main(options: UpOptions) -> int:
         names = [island_name(number) for number in range(options.islands)]
         for line in shares.describe(names) if shares else []:
             say(f"  device  {line}")
+        joins: dict[str, str] = {}
         if administrator:
             put_back(administrator, has_lost=has_lost)
-        joins = invite_ours(administrator, url, names) if administrator else {}
+            joins = invite_ours(administrator, url, names)
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.
             raise KeyboardInterrupt

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: What a run writes into its folder. Their times tell when it was last active; a folder without any of them is no run.
-#: Whoever looks at a run that has ended starts its Redis, which writes other files anew.
+#: Of `redis/` only the data count: to look at a run that has ended starts its Redis, which writes its log again.
 _TRACES = ("config.toml", run_report.SUMMARY, "redis/appendonlydir/*", "merger/*", "islands/*/*")
 
 

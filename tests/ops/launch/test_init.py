@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,7 +33,7 @@ from archipelago.ops.launch import devices, up
 from archipelago.ops.launch.devices import Accelerators, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.init import InitOptions, create, tell_of_memory
-from archipelago.ops.launch.local_run import DRAIN_SECONDS, KILL_SECONDS, LocalRun, leave_seconds
+from archipelago.ops.launch.local_run import AWAY_SECONDS, DRAIN_SECONDS, KILL_SECONDS, LocalRun, leave_seconds
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.settings import flags
@@ -165,6 +166,33 @@ def test_up_goes_on_for_the_islands_of_others(tmp_path: Path) -> None:
         made.islands[0].failed, made.islands[0].log = "error: no room", tmp_path / "log"
         with nullcontext() if others else failing(ArchipelagoError, "up.worker-failed"):
             made._require_workers()
+
+
+def test_up_asks_for_the_islands_of_others_once_its_own_have_left(capsys: pytest.CaptureFixture[str]) -> None:
+    made = session_of(UpOptions(islands=1))
+
+    def sees(seconds: float, *live: str, unfinished: bool = True) -> None:
+        view = SimpleNamespace(unfinished=unfinished, islands=[SimpleNamespace(name=name, live=True) for name in live])
+        latest = SimpleNamespace(unix_seconds=time.time() + seconds, view=view)
+        made.watcher = cast(Watcher, SimpleNamespace(latest=latest))
+
+    sees(-1.0, "joe")
+    assert made._goes_on(), "its own trains"
+    made.islands[0].done = True
+    for live in (("joe",), ()):
+        sees(-1.0, *live)
+        assert made._goes_on(), "nothing was seen since it has left"
+    assert "serves" not in capsys.readouterr().err
+    sees(1.0, "joe")
+    assert made._goes_on()
+    assert made._goes_on()
+    assert capsys.readouterr().err.count("serves joe on") == 1
+    for seconds, live, unfinished in ((2.0, (), True), (-1.0, ("joe",), False), (2.0, ("joe",), False)):
+        sees(seconds, *live, unfinished=unfinished)
+        assert not made._goes_on(), (seconds, live, unfinished)
+    sees(1.0, "joe")
+    made._left_at = made.watcher.latest.unix_seconds = time.time() - 2 * AWAY_SECONDS  # type: ignore[union-attr, misc]
+    assert not made._goes_on(), "Redis is away"
 
 
 def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
