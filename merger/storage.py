@@ -9,7 +9,6 @@ the bucket. The mergers of all shards need the same folder or bucket.
 from __future__ import annotations
 
 import logging
-import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -263,9 +262,8 @@ class MergerFolder:
         )  # fmt: skip
         if numbers:
             code, remedy = "broker.resumable", (
-                f"Continue it from checkpoint {numbers[-1]} of the merger: "
-                f"`archipelago init --run {transport.run} --resume {shlex.quote(str(path))}`, then start the merger "
-                "again. Islands that still run go on from there. Without --resume, it would begin from new weights."
+                f"Start its merger, or the `archipelago up` that ran it, again with --resume: it continues from "
+                f"checkpoint {numbers[-1]} in {path}. Islands that still run go on from there."
             )  # fmt: skip
         with suppress(BrokerError):
             if any(presence.is_live for presence in transport.reader.presences()):

@@ -100,7 +100,7 @@ class StoredRun:
             raise ConfigError(
                 f"version {found} of archipelago has made the run {run!r}; this one has the format {FORMAT}",
                 f"Finish it with archipelago-train {found}. Or stop its processes, delete it (`archipelago rm {run}`), "
-                f"and go on from its last checkpoint: `archipelago init --run {run} --resume FOLDER`.",
+                "and go on from its last checkpoint: `archipelago merger --resume`.",
                 code=OTHER_FORMAT,
             )
 
@@ -128,8 +128,8 @@ class StoredRun:
         )
         if self._has_islands():
             remedy = self._said_by_merger() or (
-                "This Redis has lost it: its islands still write heartbeats here. The end of its merger's log has the "
-                f"command that continues it: `archipelago init --run {self._connection.run} --resume FOLDER`."
+                "This Redis has lost it: its islands still write heartbeats here. Start its merger again with "
+                "--resume: it continues from the newest checkpoint."
             )
         return UnknownRunError(
             f"there is no run {self._connection.run!r} at {self._connection.where} (runs there: {here})", remedy

@@ -117,9 +117,8 @@ def require_no_islands(transport: Transport, *, can_replace: bool = False) -> No
     if live:
         raise ConfigError(
             f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
-            f"A new run would begin from new weights. To continue theirs, run `archipelago init --run {transport.run} "
-            "--resume FOLDER` with the folder of its merger. To give it up, stop them and wait 10 s"
-            + (", or repeat this with --replace." if can_replace else "."),
+            "A new run would begin from new weights. To continue theirs, start its merger with --resume. To give it "
+            "up, stop them and wait 10 s" + (", or repeat this with --replace." if can_replace else "."),
             code="init.islands-live",
         )
 

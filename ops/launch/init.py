@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import uuid
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +15,10 @@ import tyro
 
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
-from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
+from archipelago.broker.errors import MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, memory_text
-from archipelago.broker.invitation import ADMIN
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, name_of_new_run, print_json
@@ -29,8 +27,6 @@ from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
-from archipelago.merger.storage import MergerFolder, fetched
-from archipelago.ops.launch.administration import Administrator, put_back
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.simulation.cycle import footprint_here
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
@@ -54,10 +50,6 @@ class InitOptions:
     """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/tasks.md)."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The weights to begin with: a .safetensors file or its folder, such as `archipelago export` writes."""
-    resume: str | None = None
-    """Continue a run that its Redis has lost, from the newest checkpoint in the folder of its merger, such as
-    runs/RUN/merger, or in a bucket, such as s3://BUCKET/FOLDER/RUN/merger. The run keeps its own settings.
-    """
     shards: int = 1
     """How many mergers share the work. Each merges fragments of its own, so a model that is too large for one merger
     needs several. One process serves all shards until others come (docs/guide/scaling.md#shards)."""
@@ -72,16 +64,9 @@ def main(options: InitOptions) -> int:
     """Create the run, or report that it exists already."""
     config = checked(options.settings)
     transport = connect_to(options.url, checked_name(options.run, "the run name"))
-    if options.resume is not None:
-        manifest, created = resume(transport, options.resume), True
-        if transport.invitation is not None and transport.invitation.role == ADMIN:
-            file = Path(options.url or os.environ[URL_VARIABLE])
-            administrator = Administrator(transport, transport.invitation.url, file.parent)
-            put_back(administrator, has_lost=administrator.has_lost())
-    else:
-        manifest, created = create(
-            transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards
-        )
+    manifest, created = create(
+        transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards
+    )
     if options.json:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
@@ -89,12 +74,8 @@ def main(options: InitOptions) -> int:
         done = "created" if created else "exists already, with this config"
         if not created and not transport.reader.is_served() and (why := refusal(transport.reader)):
             say(f"warning: its merger does not serve it: {why}")
-        if options.resume is not None:
-            shown = redacted(options.resume) if is_address(options.resume) else options.resume
-            done = f"continues from the newest checkpoint in {shown}"
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
-        if options.resume is None:  # only the machines of islands need the text of a run that continues
-            say(f"  data: {text_of(manifest)}")
+        say(f"  data: {text_of(manifest)}")
         for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest, options.task):
             say(f"  {line}")
     return 0
@@ -120,27 +101,6 @@ def next_steps(url: str, manifest: Manifest, task: str | None = None) -> list[st
         f"archipelago merger --run {run}   # on one machine; a second one stands by",
         f"{island}   # on every machine; it takes all of its devices",
     ]
-
-
-def resume(transport: Transport, folder: str) -> Manifest:
-    """Create the run from the newest checkpoint in a merger's folder, here or in a bucket, and return its manifest.
-
-    Raises ConfigError if the folder holds no checkpoint (`init.no-checkpoint`), or as `MergerFolder.bring_back`.
-    """
-    try:
-        with fetched(folder) if is_address(folder) else nullcontext(MergerFolder(Path(folder))) as kept:
-            manifest = kept.bring_back(transport)
-    except RunExistsError as error:
-        remedy = "It needs no checkpoint: start `archipelago merger`, and it goes on from where it is."
-        raise RunExistsError(error.what, remedy) from None
-    if manifest is None:
-        raise ConfigError(
-            f"{folder} holds no checkpoint of a merger",
-            "Name the folder that `archipelago merger` had as --folder: it holds a folder `checkpoints`. The default "
-            "is runs/RUN/merger, below the folder in which the merger was started.",
-            code="init.no-checkpoint",
-        )
-    return manifest
 
 
 def text_of(manifest: Manifest) -> str:

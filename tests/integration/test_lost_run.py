@@ -60,11 +60,11 @@ class LostRun(TinyRun):
 
     def resume(self) -> None:
         """Continue the run from its checkpoint with a new merger."""
-        assert init.main(self.options(resume=str(self.folder.path))) == 0
+        self.folder.find_or_bring_back(self.redis, resume=True)
         self.serve()
 
-    def options(self, resume: str | None = None) -> InitOptions:
-        return InitOptions(url=self.url, run="tiny", resume=resume)
+    def options(self) -> InitOptions:
+        return InitOptions(url=self.url, run="tiny")
 
     def describe(self, island: Island) -> None:
         """Let an island describe itself as it is now, although it has done so a short time ago."""
@@ -92,10 +92,10 @@ def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp
     found = lost.folder.lost(raised.value, lost.redis)
     assert found.code == "broker.resumable"
     assert str(tmp_path / "merger") in found.remedy
-    assert f"--resume {tmp_path / 'merger'}`" in refusal(lost.redis.reader), "islands log it"
+    assert f"in {tmp_path / 'merger'}." in refusal(lost.redis.reader), "islands log it"
     with failing(UnknownRunError, "broker.unknown-run") as looked:
         lost.redis.reader.manifest()
-    assert f"--resume {tmp_path / 'merger'}`" in looked.value.remedy, "status and the page show it"
+    assert f"in {tmp_path / 'merger'}." in looked.value.remedy, "status and the page show it"
 
     step = lost.trained.ledger.global_step
     lost.resume()
@@ -107,15 +107,13 @@ def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp
     assert lost.merger.state.closed > lost.closed
     assert lost.redis.reader.uid() == lost.manifest.uid
     with failing(RunExistsError):
-        init.main(lost.options(resume=str(lost.folder.path)))
+        lost.folder.bring_back(lost.redis)
     lost.redis.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
     lost.trained.link.pump()
     assert lost.trained.link.pumps.failure is None, "a damaged uid is no other run"
 
 
-def test_a_new_run_does_not_replace_living_islands(lost: LostRun, tmp_path: Path) -> None:
-    with failing(ConfigError, "init.no-checkpoint"):
-        init.main(lost.options(resume=str(tmp_path / "empty")))
+def test_a_new_run_does_not_replace_living_islands(lost: LostRun) -> None:
     with failing(ConfigError, "init.islands-live"):
         init.main(lost.options())
     assert lost.redis.reader.runs() == []

@@ -46,8 +46,6 @@ MISTAKES = [
     ("up --run ../x", "config.name"),
     # settings
     ("init RUNS NEW --run alpha", "config.other-settings"),
-    ("init NONE NEW --resume empty", "init.no-checkpoint"),
-    ("init NONE --run lost --resume s4://bucket/runs/lost", "bucket.scheme"),
     ("init NONE NEW --model.size huge", "model.unknown"),
     ("init NONE NEW --model.vocabulary 100", "config.value"),
     ("init NONE NEW --sync.fragments 99999", "config.value"),

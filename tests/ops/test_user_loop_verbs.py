@@ -110,7 +110,7 @@ def test_a_run_with_frozen_tensors_says_what_it_trains(tmp_path: Path, capsys: p
     assert printed(capsys)["frozen_parameters"] == 40
     assert set(load_file("out/model.safetensors")) == {"layers.0.kernel", "layers.1.kernel"}
     url = f"fakeredis://{uuid.uuid4().hex}"
-    assert init(InitOptions(url=url, run="own", resume="runs/own/merger")) == 0
+    MergerFolder(Path("runs/own/merger")).bring_back(connect(url, "own"))
     with join(url, "own", tree(), island="lima") as run:
         assert run.step == served.run.merger.state.step > 0
     other = tree() | {"embedding": tree()["embedding"] + 1}
@@ -145,12 +145,10 @@ def test_export_writes_the_leaves_under_their_names(served: Served, capsys: pyte
     assert not {"corpus", "vocabulary"} & set(json.loads(Path("out/config.json").read_text())["archipelago"])
 
 
-def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(
-    served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served) -> None:
     lost, url = served.run, f"fakeredis://{uuid.uuid4().hex}"
-    assert init(InitOptions(url=url, run="own", resume="runs/own/merger")) == 0
-    told = "".join(capsys.readouterr())
+    MergerFolder(Path("runs/own/merger")).bring_back(connect(url, "own"))
+    told = "".join(next_steps(url, lost.manifest))
     assert "archipelago island" not in told and "training script" in told, "only the script can train it"
     assert "archipelago island --run own --task FILE.py:NAME" in "".join(
         next_steps(url, replace(lost.manifest, task="mine"))
