@@ -80,7 +80,8 @@ def up_command(folder: Path, run: str) -> str:
     if place.name != run or not (place / "redis").is_dir():
         return ""
     is_usual = place.parent == Path("runs").absolute()
-    return f"archipelago up --run {run}" + ("" if is_usual else f" --folder {shlex.quote(str(place.parent))}")
+    where = "" if is_usual else f" --folder {shlex.quote(str(place.parent))}"
+    return f"archipelago up --run {run}{where}" + (" --open" if (place / "redis" / "certificates").is_dir() else "")
 
 
 def refusals_of(reader: ReaderClient) -> list[tuple[float, Refusal]]:

@@ -16,6 +16,7 @@ from archipelago.broker.messages import Counters, Evaluation, Note, Refusal, Tap
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.ops.launch.opening import CERTIFICATES
 from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, grouped, problems, rising, state_of, verdict
 from archipelago.ops.watch.history import events_of
@@ -79,10 +80,11 @@ def test_a_run_of_up_whose_redis_has_ended_is_continued_by_up() -> None:
 
 
 def test_only_a_folder_of_up_is_continued_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("runs/demo/redis", "runs/demo/merger", "a b/demo/redis"):
+    for place in ("runs/demo/redis", "runs/demo/merger", "a b/demo/redis", f"runs/shared/redis/{CERTIFICATES}"):
         (tmp_path / place).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert up_command(Path("runs/demo"), "demo") == "archipelago up --run demo"
+    assert up_command(Path("runs/shared"), "shared") == "archipelago up --run shared --open"
     assert up_command(Path("a b/demo"), "demo") == f"archipelago up --run demo --folder '{tmp_path}/a b'"
     assert up_command(Path("runs/demo"), "other") == up_command(Path("runs/demo/merger"), "demo") == ""
     monkeypatch.chdir(tmp_path / "runs")
