@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 import psutil
 
@@ -208,8 +209,11 @@ def _begin(target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
         case "half-open":
             proxy.half_open()
             return None
-    proxy.cut(reset=fault.kind == "reset")
-    return proxy.heal
+        case "partition" | "reset":
+            proxy.cut(reset=fault.kind == "reset")
+            return proxy.heal
+        case _:
+            assert_never(fault.kind)
 
 
 def _limit_files(target: FaultTarget, room: int | None) -> None:
