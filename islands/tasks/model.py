@@ -16,7 +16,7 @@ from archipelago.islands.inner import Descent, InnerState, gradient
 from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.task import NamedTask
 from archipelago.islands.user_loop.tensors import kinds_by
-from archipelago.islands.user_loop.tree import TreeLayout
+from archipelago.islands.user_loop.tree import TreeLayout, name_of
 
 
 class TaskModel:
@@ -51,8 +51,23 @@ class TaskModel:
         return self.named.task.optimizer is not None
 
     def init(self) -> Params:
-        found = self._layout.leaves_of(self.named.call("init", self.named.task.init, self._seed))
+        """Return fresh parameters. Raises ConfigError (`task.init`) for others than the task's `shapes` say."""
+        tree = self.named.call("init", self.named.task.init, self._seed)
+        if not self._layout.own:  # the layout may be that of `shapes`
+            self._require_shapes(tree)
+        found = self._layout.leaves_of(tree)
         return {name: jnp.asarray(leaf, jnp.float32) for name, leaf in sorted(found.items())}
+
+    def _require_shapes(self, tree: Any) -> None:
+        given = {name_of(path): _described(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+        said = {name: _described(leaf) for name, leaf in self._layout.templates.items()}
+        if differing := sorted(name for name, _ in said.items() ^ given.items()):
+            name = differing[0]
+            raise self.named.wrong(
+                "init",
+                f"gives {given.get(name, 'nothing')} for {name}, where `shapes` has {said.get(name, 'nothing')}",
+                "Correct one of them, or leave out `shapes`.",
+            )
 
     def tree(self, params: Mapping[str, Any]) -> Any:
         """Return the user's tree with these parameters, in the dtypes of `init`."""
@@ -132,6 +147,10 @@ class TaskModel:
             raise self.named.wrong(
                 "evaluate", f"gives {found!r:.80}", 'Return a number, or a dictionary of numbers with a "loss".'
             ) from None
+
+
+def _described(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
 
 
 def _hashable(function: Any) -> Any:

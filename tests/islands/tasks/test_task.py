@@ -264,3 +264,13 @@ def test_leaves_that_are_not_trained_have_their_values_though_shapes_are_given()
     shapes = jax.eval_shape(lambda: init(0))
     work = Workload.of(file_of(replace(TASK, shapes=shapes)), CONFIG)
     assert work.model.tree(work.model.init())["calls"] == 7
+
+
+def test_shapes_that_are_not_those_of_init_are_named() -> None:
+    task = replace(TASK, init=lambda seed: {"kernel": jnp.zeros((4, 2))})
+    for name, rows, dtype in (("kernel", 5, jnp.float32), ("kernel", 4, jnp.bfloat16), ("other", 4, jnp.float32)):
+        shapes = {name: jax.ShapeDtypeStruct((rows, 2), dtype)}
+        with failing(ConfigError, "task.init"):
+            Workload.of(file_of(replace(task, shapes=shapes)), CONFIG).model.init()
+    same = {"kernel": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
+    assert Workload.of(file_of(replace(task, shapes=same)), CONFIG).model.init().keys() == {"kernel"}
