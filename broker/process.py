@@ -344,7 +344,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
     if not url:
         raise ConfigError(
             "no Redis URL was given",
-            f"Give it (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}.",
+            f"Give it (redis://HOST:PORT), or a join file such as runs/demo/admin.join, or set ${URL_VARIABLE}.",
             code="config.which-run",
         )
     run = run or os.environ.get(RUN_VARIABLE)
@@ -352,7 +352,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         if run not in (None, invited.run):
             raise ConfigError(
                 f"the join file is for the run {invited.run!r}, not for {run!r}",
-                f"Leave out --run and ${RUN_VARIABLE}, or use the join file of that run.",
+                f"Leave the name and ${RUN_VARIABLE} out, or use the join file of that run.",
                 code="invitation.other",
             )
         return connect(invited.url, invited.run, invited)
@@ -364,7 +364,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         here = f"there are {len(runs)} runs ({', '.join(runs)})" if runs else "there is no run"
         raise ConfigError(
             f"{here} at that Redis",
-            "Choose one with --run, or create one with `archipelago init`.",
+            "Name one (--run NAME), or create one with `archipelago init`.",
             code="config.which-run",
         )
     return connect(url, runs[0])

@@ -13,9 +13,11 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import archipelago
+from tests.failing import failing
 
 ROOT = Path(__file__).parents[1]
 #: ops → islands | merger → broker, one way. `archipelago.pytorch` is a file of `ops/api`.
@@ -178,6 +180,11 @@ def test_every_public_name_can_be_used() -> None:
     assert issubclass(archipelago.ConfigError, archipelago.ArchipelagoError)
     with pytest.raises(AttributeError):
         archipelago.no_such_name  # noqa: B018
+    assert archipelago.connect("fakeredis://public", "demo").run == "demo"
+    with failing(archipelago.ConfigError, "invitation.file"):
+        archipelago.connect("none/admin.join", "demo")
+    with failing(archipelago.ConfigError, "config.name"):
+        archipelago.create("fakeredis://public", None, {"kernel": np.ones(3, "f4")}, steps=1)  # type: ignore[arg-type]
 
 
 def test_a_pytorch_island_needs_no_jax() -> None:

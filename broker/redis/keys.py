@@ -23,9 +23,9 @@ REGISTRY = "archipelago:runs"
 HANDOVER = "h."
 
 
-def is_name(name: str) -> bool:
+def is_name(name: object) -> bool:
     """Return whether the name can be a part of a key and of a path."""
-    return bool(_NAME.fullmatch(name))
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def names_in(members: Iterable[bytes]) -> list[str]:

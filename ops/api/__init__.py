@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UnreachableError,
         WireError,
     )
-    from archipelago.broker.redis.transport import connect
+    from archipelago.broker.redis.transport import RedisTransport
     from archipelago.islands.sync.listener import Version
     from archipelago.islands.tasks.task import Task
     from archipelago.islands.user_loop.following import follow
@@ -43,7 +43,6 @@ _PUBLIC = {
     "broker.errors": (
         "ArchipelagoError", "BrokerError", "ConfigError", "DataError", "DivergedError", "UnreachableError", "WireError",
     ),
-    "broker.redis.transport": ("connect",),
     "islands.sync.listener": ("Version",),
     "islands.tasks.task": ("Task",),
     "islands.user_loop.following": ("follow",),
@@ -76,6 +75,16 @@ __all__ = [
     "join",
     "load",
 ]
+
+
+def connect(url: str | None = None, name: str | None = None) -> RedisTransport:
+    """Connect to a run. `url` is that of its Redis, or a join file, and None is $ARCHIPELAGO_URL.
+
+    Without a name, it is that of $ARCHIPELAGO_RUN, or of the only run there. Raises ConfigError and BrokerError.
+    """
+    from archipelago.broker.process import connect_to
+
+    return connect_to(url, name)
 
 
 def __getattr__(name: str) -> Any:
