@@ -33,6 +33,8 @@ _OF_VIEW = (
     "pending", "tokens_trained", "tokens_merged", "tokens_refused", "tokens_pending", "tokens_unsent", "tokens_lost",
     "passes", "syncs",
 )  # fmt: skip
+#: An evaluation after fewer steps of a run is not that of its end.
+EVALUATED_SHARE = 0.9
 #: The figures are those of docs/results/learning.md, which were measured on models of up to 1 M parameters.
 _GAPS = (
     "Islands train apart in between: four of them ended above data-parallel training by about 5 % after 10 syncs, and "
@@ -131,6 +133,7 @@ def summary(
         **{name: getattr(view, name) for name in _OF_VIEW},
         "finished": not view.unfinished,
         "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
+        "held_out_step": view.evaluations[-1].step if view.evaluations else 0,
         "training_loss": view.loss,
         "syncs_in_words": syncs_in_words(view),
         "steps": view.step,
@@ -155,11 +158,16 @@ def result_in_words(report: Mapping[str, Any]) -> str:
     took = f" in {seconds_text(report['seconds'])}" if report["seconds"] else ""
     islands = f"{report['islands']} {'island' if report['islands'] == 1 else 'islands'}"
     if math.isnan(last):
-        return f"{ended}{took} with {islands}; nothing was evaluated"
+        why = "its held-out loss is not a number" if report["curve"] else "nothing was evaluated"
+        return f"{ended}{took} with {islands}; {why}"
     side = "above" if last > single else "below"
     share = f"{abs((last - single) / single):.1%} " if single else ""
     gap = f", {share}{side} one process on as many tokens ({single:.4f})"
     reached = f"{ended}{took}: {islands} reached {last:.4f} {report['unit']} on held-out data"
+    step = report.get("held_out_step", report["steps"])  # earlier versions did not write it
+    if step < EVALUATED_SHARE * report["steps"]:
+        reached += f" at step {step:,}, the last evaluation"
+        reached += " (the logs of islands say why)" if report["finished"] else ""
     return reached if math.isnan(single) else reached + gap
 
 

@@ -230,7 +230,7 @@ def test_the_result_of_a_run_in_one_sentence() -> None:
         "seconds": 90.0,
         "islands": 2,
     }
-    report |= {"unit": "bits per byte"}
+    report |= {"unit": "bits per byte", "steps": 1000, "curve": []}
     assert result_in_words(report) == (
         "finished in 90 s: 2 islands reached 2.5000 bits per byte on held-out data, "
         "25.0% above one process on as many tokens (2.0000)"
@@ -239,6 +239,10 @@ def test_the_result_of_a_run_in_one_sentence() -> None:
     alone = result_in_words(report | {"held_out_one_process": math.nan, "finished": False, "islands": 1})
     assert alone == "interrupted in 90 s: 1 island reached 2.5000 bits per byte on held-out data"
     assert "nothing was evaluated" in result_in_words(report | {"held_out_last": math.nan})
+    assert "is not a number" in result_in_words(report | {"held_out_last": math.nan, "curve": [[1, math.nan]]})
+    early = result_in_words(report | {"held_out_step": 24})
+    assert "on held-out data at step 24, the last evaluation (the logs of islands say why), 25.0%" in early
+    assert result_in_words(report | {"held_out_step": 980}) == result_in_words(report)
 
 
 def test_the_syncs_of_a_run_in_words() -> None:
