@@ -49,18 +49,23 @@ def footprint(manifest: Manifest, spectra: int) -> dict[str, int]:
     `spectra` is what its merger takes to change spectra (`merger.weights.spectra_bytes`).
     """
     parameters, largest = manifest.parameters, max(manifest.sizes, default=0)
-    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + _of_batches(manifest)
+    island = USER_LOOP_PER_PARAMETER * parameters
+    if manifest.task or not manifest.config.has_user_loops:  # our worker trains it
+        island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + _of_batches(manifest)
     return {
-        "an island": USER_LOOP_PER_PARAMETER * parameters if manifest.config.has_user_loops else island,
+        "an island": island,
         "the merger": sum(merger_parts(manifest.config, parameters, largest, spectra).values()),
         "Redis": sum(redis_parts(manifest.config, parameters, largest).values()),
     }
 
 
 def _of_batches(manifest: Manifest) -> int:
-    """Estimate the bytes of activations, and of the sum of gradients where an island computes them in parts."""
+    """Estimate the bytes of activations, and of the sum of gradients where an island computes them in parts.
+
+    Of a user's task, whose activations are not known, there are only the latter.
+    """
     config = manifest.config
-    norms = [tensor.size for tensor in manifest.tensors if len(tensor.shape) == 1]
+    norms = [] if manifest.task else [tensor.size for tensor in manifest.tensors if len(tensor.shape) == 1]
     an_element = ACTIVATION_BYTES * sum(norms)
     if config.model.recomputes_layers and norms:  # the inputs of all layers, and all of one layer with its two norms
         an_element = min(an_element, 2 * sum(norms) + 2 * ACTIVATION_BYTES * max(norms))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from archipelago.broker.commits import TAPE_BYTES, TAPE_KEPT, tape_kept
-from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunConfig
+from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.footprint import (
+    ISLAND_BASE,
+    ISLAND_PER_PARAMETER,
     STATE_PER_ISLAND,
+    USER_LOOP_PER_PARAMETER,
     footprint,
     redis_parts,
 )
@@ -46,6 +49,13 @@ def test_a_larger_batch_takes_more_memory_in_an_island_only() -> None:
     assert most["an island"] > least["an island"] + 5e9
     assert most | {"an island": 0} == least | {"an island": 0}
     assert all(found["an island"] < 0.6 * most["an island"] for found in less)
+
+
+def test_a_task_takes_the_memory_of_our_worker_and_a_script_that_of_its_link() -> None:
+    script = of(RunConfig(model=ModelConfig(size=OWN_MODEL)))
+    of_script, of_task = (footprint(run, 0)["an island"] for run in (script, replace(script, task="mine")))
+    assert of_script == USER_LOOP_PER_PARAMETER * script.parameters
+    assert of_task == ISLAND_BASE + ISLAND_PER_PARAMETER * script.parameters
 
 
 def test_many_islands_take_bounded_memory_in_redis() -> None:
