@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from archipelago.broker.config import InnerConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.inner import (
+    RULES,
     InnerState,
     InnerSteps,
     _ramp,
@@ -145,6 +146,12 @@ def test_three_steps_of_adamw(clip_norm: float, warmup: int, shares: list[float]
 
 
 # -- the scan ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_optimisers_has_the_names_of_the_setting() -> None:
+    assert set(RULES) == set(get_args(get_type_hints(InnerConfig)["optimizer"]))
+    for name in RULES:
+        assert counts(begin(InnerConfig(optimizer=name), fresh()).optimizer), "`_ramp` reads a step count of its state"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

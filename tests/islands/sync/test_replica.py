@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import replica as replica_module
+from archipelago.islands.sync.adoption import RULES
 from archipelago.islands.sync.arrays import device_copy, flatten, unflatten
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.team.computing import TeamReplica
@@ -116,8 +117,8 @@ def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tupl
 
 def test_the_reference_of_an_adopted_snapshot_takes_no_memory_of_its_own() -> None:
     """On a CPU, until the island sends again, it is the array that the next differences are added to."""
-    rules: tuple[Literal["carry", "overwrite"], ...] = ("carry", "overwrite")
-    for rule in rules:
+    assert set(RULES) == set(get_args(get_type_hints(AdoptConfig)["rule"]))
+    for rule in RULES:
         replica, params = begun(manifest(rule), counting())
         new_N = empty_vector(SIZES[0])
         new_N[:] = 5.0
