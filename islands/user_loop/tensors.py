@@ -119,12 +119,13 @@ def trained_by(trained: Trained) -> IsTrained:
 
 def nothing_trained(trained: object, names: Sequence[str], remedy: str) -> ConfigError:
     """Return the error (`loop.nothing`) for a model, or a choice of its tensors, without anything to train."""
-    said = "all of them" if trained is None else f"trained={trained!r}" if isinstance(trained, str) else "`trained`"
-    return ConfigError(
-        f"of the {len(names)} tensors ({', '.join(names[:3])}, …), {said} gives no floating-point one to train",
-        f"{remedy} {_REMEDY}",
-        code="loop.nothing",
-    )
+    named = ", ".join(names[:NAMED_MAX]) + (", …" if len(names) > NAMED_MAX else "")
+    tensors = f"{len(names)} tensors ({named})" if names else "0 tensors"
+    if trained is None:
+        return ConfigError(f"none of the {tensors} can be trained", remedy, code="loop.nothing")
+    chosen = f"trained={trained!r}" if isinstance(trained, str) else "`trained`"
+    what = f"{chosen} chooses none of the {tensors} that can be trained"
+    return ConfigError(what, f"{remedy} {_REMEDY}", code="loop.nothing")
 
 
 def frozen_changed(name: str) -> ConfigError:

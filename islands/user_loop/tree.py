@@ -69,7 +69,11 @@ class TreeLayout:
             merged = [place for place in places if _require_trainable(names[place], leaves[place])]
             frozen = [place for place in sorted({*range(len(names))} - {*places}) if is_weight(leaves[place])]
         if not merged:
-            raise nothing_trained(trained, names, "Give what the optimiser trains: `nnx.state(model, nnx.Param)`.")
+            raise nothing_trained(
+                trained,
+                names,
+                "Give the floating-point arrays that the optimiser trains, such as `nnx.state(model, nnx.Param)`.",
+            )
         repeated = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
         if repeated:
             raise ConfigError(
@@ -142,7 +146,7 @@ def _is_merged(name: str, leaf: Any) -> bool:
     if dtype not in MERGED_DTYPES:
         raise ConfigError(
             f"the leaf {name!r} is of {dtype}, which is not merged",
-            "Convert it to float32, bfloat16 or float16, or choose with `trained` which leaves are trained.",
+            "Convert it to float32, bfloat16 or float16. `create` and `join` can leave it out, by `trained`.",
             code="loop.dtype",
         )
     return True
