@@ -20,7 +20,7 @@ def main() -> int:
     # Numpy reads this when it is loaded. Its threads wait busily, and slow down a machine that does other work, too.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from archipelago.broker.address import redacted
-    from archipelago.broker.process import guarded, interruptible
+    from archipelago.broker.process import INTERRUPTED, guarded, interruptible
     from archipelago.ops.commands import run
 
     # Tell the person who types it. Logs, which programs read, stay as they are.
@@ -29,6 +29,11 @@ def main() -> int:
     is_launched = len(sys.argv) > 1 and sys.argv[1] in LAUNCHED
     status = guarded(lambda: run(sys.argv[1:], interruptible), supervised=is_launched)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # The interpreter's own end would print a traceback.
+    if status == INTERRUPTED:  # XLA may still compile on threads of its own, which the interpreter's end would crash.
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
     return status
 
 
