@@ -59,7 +59,7 @@ def observe(
     counters, tape = reader.counters(), reader.tape(RECENT_ROUNDS) if tape is None else tape
     view = summarise(
         manifest, tape[-RECENT_ROUNDS:], reader.presences(), counters,
-        reader.evaluations() if evaluations is None else evaluations, reader.merger_state(), reader.cursors(),
+        reader.evaluations() if evaluations is None else evaluations, reader.merger_state(),
         reader.memory(), shards_away(transport), reader.control(),
     )  # fmt: skip
     status, notes = reader.merger_status() or MergerStatus(), reader.notes(NOTES_READ) if notes is None else notes
@@ -96,7 +96,6 @@ def summarise(
     counters: Counters,
     evaluations: Sequence[Evaluation] = (),
     state: str = "",
-    cursors: Mapping[str, tuple[int, int]] | None = None,
     memory: Memory | None = None,
     unreachable: Mapping[int, str] | None = None,
     control: Mapping[str, str] | None = None,
@@ -119,7 +118,6 @@ def summarise(
     settled = {island: tokens // fragments for island, tokens in merged.items()}
     islands = tuple(_island(each, shares, member_of, settled, unit) for each in presences)
     live = [island for island in islands if island.live]
-    read = sum(number for number, _ in (cursors or {}).values())
     step = max((entry.step for entry in last), default=0)
     return RunView(
         manifest=manifest,
@@ -141,7 +139,6 @@ def summarise(
         held_out_last=unit.from_evaluation(evaluations[-1].bits_per_byte) if evaluations else math.nan,
         frozen_parameters=manifest.frozen_parameters,
         task=manifest.task,
-        passes=math.nan if manifest.config.has_user_loops else read / manifest.config.data.shards,
         counters=counters,
         pending=counters.pending,
         memory_bytes=memory.used if memory else 0,

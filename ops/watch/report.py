@@ -31,7 +31,7 @@ Curve = Sequence[tuple[int, float]]
 _OF_VIEW = (
     "run", "unit", "parameters", "frozen_parameters", "fragments", "rounds", "held_out_first", "held_out_last",
     "pending", "tokens_trained", "tokens_merged", "tokens_refused", "tokens_pending", "tokens_unsent", "tokens_lost",
-    "passes", "syncs",
+    "syncs",
 )  # fmt: skip
 #: An evaluation after fewer steps of a run is not that of its end.
 EVALUATED_SHARE = 0.9

@@ -56,8 +56,6 @@ class RunView:
         interval: H, the inner steps between two contributions to the same fragment.
         tokens_merged: This and the following are the run's accounts of tokens (`_token_accounts`).
         task: The name of the users' task that it trains; empty for other runs.
-        passes: Mean number of times that a range of the run's corpus was read, counting merged work only. It is NaN if
-            the islands are training scripts of their users.
         shards: The fragments of each shard, in a run with several.
         unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
@@ -96,7 +94,6 @@ class RunView:
     tokens_unsent: int
     tokens_lost: int
     tokens_trained: int
-    passes: float
     counters: Counters
     pending: int
     memory_bytes: int
@@ -125,7 +122,7 @@ class RunView:
     @property
     def has_scripts(self) -> bool:
         """Whether the islands are training scripts of their users, whose model only they can evaluate."""
-        return math.isnan(self.passes) and not self.task
+        return self.manifest.config.has_user_loops and not self.task
 
     @property
     def unfinished(self) -> bool:

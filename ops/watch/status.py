@@ -214,11 +214,10 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
         f"pending {view.pending:,}",
     )
     if not briefly:
-        passes = "" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"
         grid.add_row(
             "tokens",
             f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + "
-            f"pending {view.tokens_pending:,} + unsent {view.tokens_unsent:,} + lost {view.tokens_lost:,}{passes}",
+            f"pending {view.tokens_pending:,} + unsent {view.tokens_unsent:,} + lost {view.tokens_lost:,}",
         )
     limit = view.memory_limit_bytes
     of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""

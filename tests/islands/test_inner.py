@@ -14,7 +14,7 @@ import optax
 import pytest
 from numpy.typing import NDArray
 
-from archipelago.broker.config import InnerConfig
+from archipelago.broker.config import InnerConfig, checked
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.inner import (
     RULES,
@@ -151,7 +151,8 @@ def test_three_steps_of_adamw(clip_norm: float, warmup: int, shares: list[float]
 def test_the_table_of_optimisers_has_the_names_of_the_setting() -> None:
     assert set(RULES) == set(get_args(get_type_hints(InnerConfig)["optimizer"]))
     for name in RULES:
-        assert counts(begin(InnerConfig(optimizer=name), fresh()).optimizer), "`_ramp` reads a step count of its state"
+        config = checked({"inner": {"optimizer": name}}).inner
+        assert counts(begin(config, fresh()).optimizer), "`_ramp` reads a step count of its state"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -84,7 +84,6 @@ def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixt
     status(StatusOptions(url=served.url, run="own", json=True))
     shown = printed(capsys)
     assert shown["run"] == "own"
-    assert shown["passes"] is None
     status(StatusOptions(url=served.url, run="own"))
     capsys.readouterr()
     doctor(DoctorOptions(url=served.url, run="own", seconds=0.0, json=True))

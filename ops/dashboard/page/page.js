@@ -165,7 +165,6 @@ function writeTiles(run) {
   put("tokens", short(run.tokens_merged));
   put("tokens-sub", [
     page.tokens_per_second && state.word === "training" ? `${brief(page.tokens_per_second)}/s` : "", run.tokens_lost ? `${brief(run.tokens_lost)} lost` : "none lost",
-    run.passes !== null && `${fixed(run.passes, 2)} passes`,
   ].filter(Boolean).join(" · "));
   const limit = run.memory_limit_bytes, used = run.memory_bytes;
   put("memory", used ? size(used) : dash);

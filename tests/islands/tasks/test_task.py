@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,8 +270,8 @@ def test_leaves_that_are_not_trained_have_their_values_though_shapes_are_given()
 def test_shapes_that_are_not_those_of_init_are_named() -> None:
     task = replace(TASK, init=lambda seed: {"kernel": jnp.zeros((4, 2))})
     for name, rows, dtype in (("kernel", 5, jnp.float32), ("kernel", 4, jnp.bfloat16), ("other", 4, jnp.float32)):
-        shapes = {name: jax.ShapeDtypeStruct((rows, 2), dtype)}
+        shapes = {name: jax.eval_shape(partial(jnp.zeros, (rows, 2), dtype))}
         with failing(ConfigError, "task.init"):
             Workload.of(file_of(replace(task, shapes=shapes)), CONFIG).model.init()
-    same = {"kernel": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
-    assert Workload.of(file_of(replace(task, shapes=same)), CONFIG).model.init().keys() == {"kernel"}
+    same = file_of(replace(task, shapes={"kernel": jax.eval_shape(partial(jnp.zeros, (4, 2)))}))
+    assert Workload.of(same, CONFIG).model.init().keys() == {"kernel"}
