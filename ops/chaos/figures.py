@@ -191,8 +191,7 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
         ("contributions per round", f"{found['contributions_per_round']:.2f}"),
         ("tokens trained", "{tokens_trained:,} = merged {tokens_merged:,} + refused {tokens_refused:,} + pending "
                            "{tokens_pending:,} + lost {tokens_lost:,}".format(**found)),
-        ("from a kill to the first merged contribution", f"{number(found['rejoin_seconds_median'], 1)} s median, "
-                                                         f"{number(found['rejoin_seconds_worst'], 1)} s worst"),
+        ("from a kill to the first merged contribution", _returns(found)),
         ("bytes up, down", f"{size(found['bytes_up'])}, {size(found['bytes_down'])}"),
         _loss(found),
     ]  # fmt: skip
@@ -205,6 +204,13 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
                    "{steps_lost:,.0f}, longest time without a step {pause_seconds_worst:.1f} s")  # fmt: skip
         rows += [("islands, this storm", columns.format(**found)), ("data-parallel", columns.format(**baseline))]
     return rows
+
+
+def _returns(found: Figures) -> str:
+    kills, back = len(found["rejoins"]), sum(math.isfinite(each["total_seconds"]) for each in found["rejoins"])
+    times = f"{number(found['rejoin_seconds_median'], 1)} s median, {number(found['rejoin_seconds_worst'], 1)} s worst"
+    cut = f", of {back} of {kills} kills: before the others had one, the island was killed again or the storm ended"
+    return times + (cut if back < kills else "")
 
 
 def _loss(found: Figures) -> tuple[str, str]:
