@@ -224,14 +224,20 @@ def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Tr
 def _row(
     place: Place, records: Sequence[Record], seen: Mapping[Place, Sequence[Record]], unit: LossUnit, also: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a line of the table. A column has the ratio to each baseline with as many islands.
+    """Return a line of the table. A column has the ratio to each baseline with as many islands and the same interval.
 
     `seen` has all records, also of trials that were cut, and `also` the columns that not every table has.
     """
     row, first, ratios = TrialRow({}, tuple(records)), records[0], dict[str, float]()
     spread = unit.from_evaluation(row.spread) if len(records) > 1 else math.nan
     for name in dict.fromkeys(other.arm for other in seen if other.arm in BASELINES):
-        same = (seen[other] for other in seen if (other.arm, other.islands) == (name, place.islands))
+        has_interval = "kind" not in ARMS[name]  # unlike data-parallel training
+        same = (
+            seen[other]
+            for other in seen
+            if (other.arm, other.islands) == (name, place.islands)
+            and (not has_interval or other.interval == place.interval)
+        )
         beside = _beside(first, next(same, ()))
         # A user's loss may be negative; then ratios mean nothing.
         has_ratio = all(loss > 0 for loss in beside.losses.values())

@@ -15,6 +15,7 @@ import pytest
 
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import NO_CORPUS, loss_unit
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import begin
@@ -179,6 +180,21 @@ def test_each_trial_changes_what_its_name_says(corpus: OpenCorpus, tmp_path: Pat
     assert (changed["muon-0.6"].inner.optimizer, outer.rule, outer.momentum) == ("muon", "nesterov", 0.6)
     assert (changed["isoloco"].outer.momentum, changed["isoloco"].outer.learning_rate) == (0.8, 1.8)
     assert {config.model.compute_dtype for name, config in changed.items() if "frameworks" in ARMS[name]} == {"float32"}
+
+
+def test_islands_are_compared_with_islands_of_their_own_interval() -> None:
+    def record(loss: float) -> dict[str, Any]:
+        return {"seed": 0, "bits_per_byte": loss, "tokens": 1000, "diverged": False, "curve": [[1000, loss]]}
+
+    intervals, losses = (12, 48, 12, 48, 24), (2.0, 3.0, 2.0, 3.0, 4.0)
+    names: tuple[ArmName, ...] = ("jax", "jax", "jax-pytorch", "jax-pytorch", "parallel")
+    seen = {
+        parity.Place(name, 2, interval): [record(loss)]
+        for name, interval, loss in zip(names, intervals, losses, strict=True)
+    }
+    rows = [parity._row(place, records, seen, loss_unit(NO_CORPUS), []) for place, records in seen.items()]
+    assert [row["to_jax"] for row in rows[:4]] == [1.0] * 4
+    assert [row["to_parallel"] for row in rows] == [0.5, 0.75, 0.5, 0.75, 1.0], "which has no interval"
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
