@@ -294,7 +294,7 @@ class Newcomer:
             if beat.island == island.name:
                 # Anyone may have written this heartbeat. Larger totals could not be reported any more.
                 self._before = Totals(min(beat.steps, TOTAL_MAX), min(beat.tokens, TOTAL_MAX))
-                island.bytes_before = min(beat.bytes_down, TOTAL_MAX)
+                island.bytes_before = min(beat.bytes_up, TOTAL_MAX), min(beat.bytes_down, TOTAL_MAX)
 
     def complete(self, store: OwnStore | None = None) -> None:
         """Take the inner optimiser's state of a peer, else the own one of a store, else begin with fresh state.
