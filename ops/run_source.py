@@ -26,6 +26,8 @@ from archipelago.ops.launch.embedded_redis import start_server, url_of_running
 if TYPE_CHECKING:
     from archipelago.merger.storage import MergerFolder
 
+#: The origin of a run that is read where its merger writes it.
+ITS_REDIS = "its Redis"
 #: The folder in which `up` keeps its runs.
 RUNS = Path("runs")
 
@@ -50,8 +52,8 @@ class RunSource(RunAddress):
     """The options with which a verb that reads a run finds it."""
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """The URL of a Redis, a join file, or the name or folder of a run of `up`. A name without a folder is that of a run
-    at $ARCHIPELAGO_URL, which is also the default; without it, that is the folder of the run that is named.
+    """The URL of a Redis, a join file, or the name or folder of a run of `up`. A name whose folder has no Redis is that
+    of a run at $ARCHIPELAGO_URL, which is also the default; without it, that is the folder of the run that is named.
     """
 
     def open(self) -> AbstractContextManager[FoundRun]:
@@ -65,7 +67,8 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
 
     Args:
         source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. A name that
-            has no folder is that of a run at $ARCHIPELAGO_URL. This is the default, and without it the folder of `run`.
+            has no folder is that of a run at $ARCHIPELAGO_URL, and with `starts_redis` also one whose folder has no
+            Redis, as that of a merger. This is the default, and without it the folder of `run`.
         run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run at that place.
         starts_redis: Whether a run in a folder is read from its own Redis, which is started if it does not run. It
             knows more of a run than the newest checkpoint.
@@ -79,7 +82,7 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
     name, has_redis = run or os.environ.get(RUN_VARIABLE), bool(os.environ.get(URL_VARIABLE))
     if source is None and name and not has_redis:
         source = str(RUNS / checked_name(name, "the run name"))
-    elif source and has_redis and run in (None, source) and _has_no_folder(source):
+    elif source and has_redis and run in (None, source) and _has_no_folder(source, has_redis=starts_redis):
         source, run = None, source
     with ExitStack() as stack:
         if source is not None and is_bucket(source):
@@ -89,14 +92,17 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
         elif source is None or names_redis(source):
             file = Path(source or "")
             folder = file.parent if file.name == ADMIN_FILE and (file.parent / "redis").is_dir() else None
-            yield FoundRun(_connected(stack, source, run), folder, "its Redis", shown(source or ""))
+            yield FoundRun(_connected(stack, source, run), folder, ITS_REDIS, shown(source or ""))
         else:
             yield _in_folder(stack, _folder_of(source), run, starts_redis)
 
 
-def _has_no_folder(source: str) -> bool:
-    """Return whether this can only be the name of a run at a Redis."""
-    return not ("/" in source or names_redis(source) or _folder_of(source).exists())
+def _has_no_folder(source: str, *, has_redis: bool) -> bool:
+    """Return whether this can only be the name of a run at a Redis: it has no folder, or none that `has_redis`."""
+    if "/" in source or names_redis(source):
+        return False
+    folder = _folder_of(source)
+    return not (folder / "redis" if has_redis else folder).exists()
 
 
 def _folder_of(source: str) -> Path:
@@ -114,7 +120,7 @@ def _in_folder(stack: ExitStack, path: Path, run: str | None, starts_redis: bool
         address = address_of(path) or stack.enter_context(start_server(path / "redis")).url
     except OSError as error:
         raise BrokerError(f"cannot read {path}: {error.strerror}", "Run this as the user that started `up`.") from None
-    return FoundRun(_connected(stack, address, path.resolve().name), path, "its Redis", shown(address))
+    return FoundRun(_connected(stack, address, path.resolve().name), path, ITS_REDIS, shown(address))
 
 
 def _connected(stack: ExitStack, url: str | None, run: str | None) -> ReaderTransport:

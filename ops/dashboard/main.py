@@ -79,8 +79,9 @@ def main(options: DashOptions) -> int:
 def _opened(run: str, url: str | None) -> Watcher:
     """Return a reader of one of the runs that are listed. Its Redis must run: its page starts none."""
     where = next((entry.where for entry in all_runs(url, RUNS) if entry.run == run), "")
+    at_redis = where == "redis" or not (Path(where) / "redis").is_dir()  # its merger or an island was started here
     try:
-        address = url or os.environ.get(URL_VARIABLE) if where == "redis" else address_of(Path(where)) if where else ""
+        address = (url or os.environ.get(URL_VARIABLE) if at_redis else address_of(Path(where))) if where else ""
     except OSError as error:
         raise UnknownRunError(f"cannot read {where}: {error.strerror}", "Its user can show the run.") from None
     if not address:

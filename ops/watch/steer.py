@@ -19,7 +19,7 @@ from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import print_json
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.run_source import RunSource
+from archipelago.ops.run_source import ITS_REDIS, RunSource
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import new_table
 
@@ -48,6 +48,12 @@ def main(options: SteerOptions) -> int:
     with options.open() as source:
         manifest, transport = opened(source.transport)
         if options.changes:
+            if source.origin != ITS_REDIS:
+                raise ConfigError(
+                    f"the run was read from {source.origin}, and no merger would see a change of that",
+                    "Name the run's Redis (redis://HOST:PORT), or start the run first.",
+                    code="config.which-run",
+                )
             changes = changes_of(manifest.config, options.changes, transport.reader.control(), time.time)
             transport.reader.steer(changes)
         found = observe(transport, manifest.config)

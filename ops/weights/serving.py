@@ -16,6 +16,7 @@ from archipelago.broker.files import make_untracked, sync
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import print_json
 from archipelago.islands.user_loop.following import follow
+from archipelago.ops.run_source import ITS_REDIS
 from archipelago.ops.settings import say
 from archipelago.ops.weights.export import OWN_KIND, RunParameters, write
 from archipelago.ops.weights.safetensors_files import read_config
@@ -55,7 +56,7 @@ def main(options: ServeWeightsOptions) -> int:
         for version in listener:
             target = options.folder / f"{PREFIX}{version.round:06d}"
             if not target.exists():  # an earlier process has written it
-                origin = "its Redis"
+                origin = ITS_REDIS
                 found = RunParameters(listener.manifest, version.params, version.round, version.step, origin)
                 write(found, target, options.dtype)
             publish(target, options.keep)

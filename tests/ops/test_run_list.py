@@ -17,6 +17,7 @@ from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.invitation import Invitation, Member
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.commands import run
+from archipelago.ops.dashboard import main as dashboard
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.run_source import open_run
 from archipelago.ops.watch import run_list
@@ -164,6 +165,8 @@ def test_a_name_without_a_folder_is_that_of_a_run_at_the_usual_redis(url: str, m
     Path("runs/mine").mkdir(parents=True)
     with failing(ConfigError, "checkpoint.missing"), open_run("mine", None):
         pass
+    with open_run("mine", None, starts_redis=True) as found:
+        assert found.origin == "its Redis", "a merger that was started here has made the folder"
 
 
 def test_a_run_at_a_redis_of_others_has_its_folder_here(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +176,7 @@ def test_a_run_at_a_redis_of_others_has_its_folder_here(url: str, capsys: pytest
     assert [(entry["run"], entry["where"], entry["live"]) for entry in listed(capsys, url)] == [
         ("other", "redis", 0), ("mine", "runs/mine", 1),
     ]  # fmt: skip
+    assert dashboard._opened("mine", url).manifest.run == "mine"
 
 
 # -- rm -------------------------------------------------------------------------------------------------------------

@@ -157,3 +157,8 @@ def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served)
         named = TreeLayout.of(run.params).leaves_of(run.params)
     for name, value in lost.merged().items():
         np.testing.assert_array_equal(np.asarray(named[name]), np.asarray(value))
+
+
+def test_a_checkpoint_is_not_steered(served: Served) -> None:
+    with failing(ConfigError, "config.which-run"):
+        steer(SteerOptions("own", changes=("merging=paused",)))
