@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from archipelago.broker.messages import Contribution, Counters, Evaluation, Snap
 from archipelago.broker.wire import digest
 
 FORMAT = 2
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError)
 #: The field of the counters. Those of earlier versions have another name.
 COUNTERS = "counters"
 log = logging.getLogger(__name__)
@@ -88,12 +89,21 @@ class CheckpointStore:
         Only the metadata is read, without Orbax, whose import would delay each start of a merger by a second.
         """
         for number in reversed(self.numbers()):
-            try:
-                metadata = json.loads((self.path_of(number) / "metadata" / "metadata").read_text(encoding="utf-8"))
-                return {name: str(metadata["fields"]["manifest"][name]) for name in ("run", "uid")}
-            except (OSError, ValueError, LookupError, TypeError):
-                continue
+            with suppress(*_UNREADABLE):
+                manifest = self._fields(number)["manifest"]
+                return {name: str(manifest[name]) for name in ("run", "uid")}
         return {}
+
+    def newest_round(self) -> tuple[int, int]:
+        """Return the round of the newest checkpoint that can be read, and its number; zeros if there is none."""
+        for number in reversed(self.numbers()):
+            with suppress(*_UNREADABLE):
+                return int(json.loads(self._fields(number)["state"])["closed"]), number
+        return 0, 0
+
+    def _fields(self, number: int) -> Fields:
+        text = (self.path_of(number) / "metadata" / "metadata").read_text(encoding="utf-8")
+        return dict(json.loads(text)["fields"])
 
     def next_number(self) -> int:
         """Return a number that is at least 1 and greater than that of any finished checkpoint, or part of one."""

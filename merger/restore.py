@@ -85,7 +85,10 @@ def load(
         ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`).
     """
     try:
-        return _from_redis(transport, rules, go_on, has_checkpoints=store is not None)
+        found = _from_redis(transport, rules, go_on, has_checkpoints=store is not None)
+        if store is not None and (newest := store.newest_round())[0] > found.state.closed:
+            _warn_of_newer(*newest, store, rules.manifest, found.state.closed)
+        return found
     except (WireError, ConfigError, DifferenceError) as error:
         damage = error.what
     require_lease()
@@ -98,6 +101,16 @@ def load(
             code="config.lost-state",
         )
     return _from_checkpoint(transport, rules, image, go_on)
+
+
+def _warn_of_newer(last: int, number: int, store: CheckpointStore, manifest: Manifest, closed: int) -> None:
+    log.warning(
+        "this Redis came back older: it has run %r up to round %s, and checkpoint %s has it up to round %s. The run "
+        "goes on from here, and the rounds after that are lost. To go on from the checkpoint instead, stop the "
+        "mergers, delete newer ones in %s and the run here (`archipelago rm %s --force`), and start a merger with "
+        "--resume",
+        manifest.run, closed, number, last, store.folder, manifest.run, extra={"code": "restore.older"},
+    )  # fmt: skip
 
 
 # -- from Redis ------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,6 +181,23 @@ def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
     run.play(merger, 8, 9, 10)
     assert bits(run) == undisturbed(CONFIG)
+
+
+def test_a_redis_that_came_back_older_than_a_checkpoint_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path)
+    run, merger = served_run(CONFIG, quorum=2, store=store)
+    run.play(merger, 1, 2, 3)
+    older = copy.deepcopy(vars(run.stored))
+    run.play(merger, 4, 5)
+    take_checkpoint(merger)
+    assert (store.newest_round(), store.about()["run"]) == ((5, 5), run.manifest.run)
+    run.merger(store=store)
+    assert "restore.older" not in logged_codes(caplog)
+    vars(run.stored).update(older)
+    assert run.merger(store=store).state.closed == 3
+    assert "restore.older" in logged_codes(caplog)
 
 
 # -- losses that cannot be restored ----------------------------------------------------------------------------------
