@@ -100,7 +100,7 @@ class StoredRun:
             raise ConfigError(
                 f"version {found} of archipelago has made the run {run!r}; this one has the format {FORMAT}",
                 f"Finish it with archipelago-train {found}. Or stop its processes, delete it (`archipelago rm {run}`), "
-                "and go on from its last checkpoint: `archipelago merger --resume`.",
+                f"and go on from its last checkpoint: `archipelago merger --run {run} --resume`.",
                 code=OTHER_FORMAT,
             )
 

@@ -133,6 +133,7 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
                     f"shard {image.manifest.shard} of the run {transport.run!r} is here, in another state than that of "
                     f"checkpoint {image.number}",
                     "Shards go back together, or work would count twice. If no other process restores the run now, "
-                    f"stop its mergers, delete what is left with `archipelago rm {transport.run}`, and try again.",
+                    f"stop its mergers, delete what is left with `archipelago rm {transport.run} --force`, and try "
+                    "again. Islands may run on.",
                     code=SHARD_EXISTS,
                 ) from error

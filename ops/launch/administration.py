@@ -227,8 +227,14 @@ class Administrator:
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
             members = Members.of(kept["members"]).by_name if kept["uid"] == self.transport.reader.uid() else {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or somebody has changed it
+        except FileNotFoundError:
             return []
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"this Redis has lost the members of the run {self.run!r}, and {file} cannot be read ({error!r:.80})",
+                "Put back a copy of that file. Or move it away, and invite each member again.",
+                code="invitation.lost",
+            ) from None
         if members:
             signs = any(member.role in SIGNING_ROLES for member in members.values()) and self._kept_key()
             self.membership.put_all(members, public_text(signs) if signs else "")
@@ -238,14 +244,13 @@ class Administrator:
 
 
 def put_back(administrator: Administrator, *, has_lost: bool) -> None:
-    """Put back what a Redis has lost of a run's members, and say so."""
-    if not has_lost or not (names := administrator.put_back()):
-        return
-    say(f"this Redis had lost the members of the run {administrator.run!r}: {', '.join(names)} are put back")
+    """Put back what a Redis has lost of a run's members. Say so, and name those whose users it has lost."""
+    if has_lost and (names := administrator.put_back()):
+        say(f"this Redis had lost the members of the run {administrator.run!r}: {', '.join(names)} are put back")
     membership = administrator.membership
-    lost = [name for name in names if membership.has_user(administrator.user_of(name)) is False]
+    lost = [name for name in membership.all().by_name if membership.has_user(administrator.user_of(name)) is False]
     if lost:
-        say(f"  this Redis has no users for {', '.join(lost)}: invite each of them again, with --replace")
+        say(f"this Redis has no users for {', '.join(sorted(lost))}: invite each of them again, with --replace")
 
 
 def public_text(private: str) -> str:

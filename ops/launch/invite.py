@@ -116,7 +116,9 @@ def _invite(options: InviteOptions) -> int:
         file = options.out or _join_file(options, administrator.run)
         if not options.replace and str(file) != STANDARD_OUTPUT and file.exists():
             raise ConfigError(
-                f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.exists"
+                f"{file} exists",
+                "To renew the member's credentials, give --replace. For another file, give --out.",
+                code="invitation.exists",
             )
         was_signed = administrator.membership.all().is_signed
         closes = not was_signed and options.role in ("island", "merger")
@@ -133,7 +135,7 @@ def _invite(options: InviteOptions) -> int:
         if options.json or str(file) == STANDARD_OUTPUT:
             return 0
         if not was_signed and administrator.membership.all().is_signed:
-            _explain_first(administrator)
+            _explain_first(administrator, options.role)
         for warning in warnings(administrator, invited, created=options.password_file is None):
             say(f"  warning: {warning}")
     return 0
@@ -216,10 +218,11 @@ def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
     print(f"archipelago {_FIRST_VERB[invited.role]} {shlex.quote(file.name)}")  # noqa: T201 - the result
 
 
-def _explain_first(administrator: Administrator) -> None:
+def _explain_first(administrator: Administrator, role: Role) -> None:
     say(f"  the run {administrator.run!r} is signed from now on: mergers and islands without a join file are refused.")
-    say("  Invite the merger too, and restart it with its file:")
-    say(f"    archipelago invite merger --role merger --run {administrator.run}")
+    if role != "merger":
+        say("  Invite the merger too, and restart it with its file:")
+        say(f"    archipelago invite merger --role merger --run {administrator.run}")
     say(f"  {administrator.file} keeps the private key of the mergers, and the URL of the administrator")
 
 
@@ -234,7 +237,8 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
     if administrator.membership.needs_password() is False:
         yield "the user `default` of the Redis has no password, so anyone can do anything until it is off or has one"
     if created and administrator.membership.keep() == "nowhere":
-        yield "this Redis forgets its users when it restarts; give it an `aclfile`, or invite again after a restart"
+        again = "or invite again after a restart, with --replace"
+        yield f"this Redis forgets its users when it restarts; give it an `aclfile`, {again}"
 
 
 def _list(members: Members, options: InviteOptions) -> None:

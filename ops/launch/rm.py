@@ -38,7 +38,8 @@ class RmOptions:
     yes: bool = False
     """Delete without asking."""
     force: bool = False
-    """Delete a run although processes of it live. They then end with errors."""
+    """Delete a run although processes of it live. They then end with errors, unless its merger brings it back
+    (--resume)."""
     json: bool = False
     """Print one JSON object."""
 

@@ -166,12 +166,12 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
     if view.control.is_paused:
         yield Problem(
             "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
-            "Resume it with `archipelago steer URL merging=`.",
+            f"Resume it with `archipelago steer URL --run {view.run} merging=`.",
         )  # fmt: skip
     for name, why in view.control.faults.items():
         yield Problem(
             "steer.ignored", "warn", "run", f"The request {name} is ignored: {why}.",
-            f"Correct it, or remove it with `archipelago steer URL {name}=`.",
+            f"Correct it, or remove it with `archipelago steer URL --run {view.run} {name}=`.",
         )  # fmt: skip
     if view.unreadable:
         yield Problem(
@@ -270,7 +270,7 @@ def _loss_problems(tape: Sequence[TapeEntry]) -> Iterator[Problem]:
             "loss.rises", "warn", "run",
             f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest rounds.",
             "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate "
-            "(`archipelago steer URL outer.learning_rate=VALUE`); if that does not help, begin a new run from an "
+            "(`archipelago steer outer.learning_rate=VALUE`); if that does not help, begin a new run from an "
             "export (`archipelago init --from FOLDER`) with a lower --inner.learning-rate.",
         )  # fmt: skip
 
@@ -332,7 +332,7 @@ def _island_problems(island: IslandView, start: str) -> Iterator[Problem]:
             f"Its weight is lowered to {island.factor:.0%}, because its contributions disagree with those of the "
             f"others (score {island.score:.2f}).",
             "Check its corpus, its software and its device. If you do not trust it, expel it with "
-            f"`archipelago steer URL island.{island.name}=expel`.",
+            f"`archipelago steer island.{island.name}=expel`.",
         )  # fmt: skip
 
 

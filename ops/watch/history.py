@@ -243,10 +243,11 @@ class History:
 _REFUSALS = (
     ("over the cap", "Its link or its steps are too slow for the run: give it a faster link, or choose a larger "
                      "sync.interval in a new run. A single late contribution is harmless."),
-    ("may have gone back", "The run went back to a checkpoint. The island follows by itself within seconds."),
+    ("may have gone back", "The run went back: its Redis came back older, or a checkpoint was restored. The "
+                           "island follows by itself within seconds."),
     ("too many", "The merger is slower than the islands. It catches up, or needs a faster machine."),
     ("repeat", "Nothing has to be done."),
-    ("expelled", "The operator or the run's rule has expelled it. To admit it: `archipelago steer URL island.NAME=`, "
+    ("expelled", "The operator or the run's rule has expelled it. To admit it: `archipelago steer island.NAME=`, "
                  "or, if it was revoked, `archipelago invite NAME`."),
     ("finite", "Its arithmetic broke. Start it again; if that repeats, lower the learning rate in a new run."),
     ("digest", "Its bytes were changed on the way. Check its network, its machine and its version of the program."),
@@ -261,12 +262,12 @@ _REMEDIES = {
     "replaced": "Give each island its own --name. The newer process goes on.",
     "diverged": "Start it again: it takes the run's parameters. If all islands diverge, begin a new run with a lower "
                 "--inner.learning-rate.",
-    "drained": "To let it join again: `archipelago steer URL island.NAME=`, and start it.",
-    "expelled": "To let it join again: `archipelago steer URL island.NAME=`, or, if it was revoked, "
+    "drained": "To let it join again: `archipelago steer island.NAME=`, and start it.",
+    "expelled": "To let it join again: `archipelago steer island.NAME=`, or, if it was revoked, "
                 "`archipelago invite NAME`, and start it.",
     "lowered": "Check the island's corpus, its software and its device. Its weight returns when it agrees again.",
     "idle": "Look at these islands' logs: they live and send nothing. Restart or expel them.",
-    "paused": "Resume merging with `archipelago steer URL merging=`.",
+    "paused": "Resume merging with `archipelago steer merging=`.",
     UNSAVED: "Do what it says; the merger tries again by itself.",
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
 }  # fmt: skip

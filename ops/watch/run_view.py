@@ -172,6 +172,7 @@ def evaluated(view: RunView, now: float) -> str:
     by = f" by {newest.by}" if newest.by else ""
     behind = view.rounds - newest.round
     rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
+    rounds = "before the run went back" if behind < 0 and not view.manifest.shards > 1 else rounds
     age = ago(max(0.0, now - newest.unix_seconds))
     return f"held-out loss of round {newest.round:,} ({rounds}), evaluated {age} ago{by}"
 

@@ -268,12 +268,17 @@ def test_members_that_a_redis_has_lost_are_put_back(
     assert "no users for hub:" in said
     kept = Path("runs") / run.run / MEMBERS_FILE
     records = json.loads(kept.read_text())
-    damaged: list[object] = [records | {"uid": "another"}, [], {"uid": records["uid"], "members": 3}]
+    assert invite.main(listed) == 0
+    assert "no users for hub:" in capsys.readouterr().err, "its record is there"
+    raw.delete(run.connection.keys.members)
+    damaged: list[object] = [[], {"uid": records["uid"], "members": 3}]
     for changed in damaged:
         kept.write_text(json.dumps(changed))
-        raw.delete(run.connection.keys.members)
-        assert invite.main(listed) == 0
-        assert not run.membership.all().by_name, "they are of another run, or cannot be read"
+        with failing(ConfigError, "invitation.lost"):
+            invite.main(listed)
+    kept.write_text(json.dumps(records | {"uid": "another"}))
+    assert invite.main(listed) == 0
+    assert not run.membership.all().by_name, "they are of another run"
     kept.write_text(json.dumps(records))
     raw.hset(run.connection.keys.members, invitations.MERGER_KEY, before.merger_key)
     assert run.membership.all().merger_key
