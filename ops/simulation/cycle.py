@@ -10,13 +10,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import footprint, has_momentum, merger_parts, redis_parts
-from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.broker.shards.layout import SHARDS_MAX
+from archipelago.broker.manifest import Manifest, Tensor, balanced
+from archipelago.broker.shards.layout import SHARDS_MAX, dealt
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.weights import cycle_work, spectra_bytes
@@ -28,6 +29,8 @@ REDIS_BASE: Final = 9_000_000
 MERGER_SHARE_MAX: Final = 0.9
 #: A merger that spends more of an interval on spectra has too little time for contributions, commits and checkpoints.
 SHARE_MAX: Final = 0.7
+#: The rows of the embedding of a usual decoder, as of Llama 3.
+VOCABULARY: Final = 128_256
 #: The threads that change spectra in each merger, for its memory.
 THREADS: Final = 8
 
@@ -38,9 +41,9 @@ class Cycle:
 
     Attributes:
         shards: The shards. Each has a merger and a part of Redis, here on machines of their own.
-        merger_bytes: Memory of one merger at its peak.
-        redis_first_bytes: Memory of Redis for one shard after the first cycle.
-        redis_bytes: The most memory of Redis for one shard, just before a compaction covers what has been merged.
+        merger_bytes: Memory of the merger of the largest shard at its peak.
+        redis_first_bytes: Memory of Redis for that shard after the first cycle.
+        redis_bytes: The most memory of Redis for that shard, just before a compaction covers what has been merged.
         bytes_up, bytes_down: Bytes that one island sends and receives, before zstd.
     """
 
@@ -62,12 +65,16 @@ def cycle(
     tensors: Sequence[Tensor] = (),
     checkpoints: bool = True,
 ) -> Cycle:
-    """Predict a cycle of a run whose shards have equal parts of the fragments, which have equal sizes.
+    """Predict a cycle of the largest shard, and the largest fragment of a run.
 
-    A merger takes memory for the spectra of `tensors`, on THREADS threads.
+    `tensors` become fragments and shards as those of a run do, and a merger takes memory for their spectra, on THREADS
+    threads. Without any, all fragments have one size, and all shards have as many of them.
     """
-    wire, elements, rounds = config.wire, math.ceil(parameters / shards), math.ceil(fragments / shards)
-    sizes = elements, math.ceil(parameters / fragments)
+    shares = (parameters, shards), (parameters, fragments), (fragments, shards)
+    elements, largest, rounds = (math.ceil(all_ / parts) for all_, parts in shares)
+    if tensors:
+        elements, largest, rounds = _largest(tuple(tensors), fragments, shards)
+    wire, sizes = config.wire, (elements, largest)
     spectra = spectra_bytes(tensors, config.merge, sizes[1], THREADS)
     up, down, full = (codec(name).encoded_size(elements) for name in (wire.up, wire.down, wire.full))
     # Without differences, each round writes the full state, and the last snapshot stays for a while.
@@ -80,6 +87,15 @@ def cycle(
         bytes_up=codec(wire.up).encoded_size(parameters),
         bytes_down=codec(wire.down).encoded_size(parameters),
     )
+
+
+@lru_cache(maxsize=1024)
+def _largest(tensors: tuple[Tensor, ...], fragments: int, shards: int) -> tuple[int, int, int]:
+    """Return the most elements of a shard, those of the largest fragment, and the most fragments of a shard."""
+    size_of = {tensor.name: tensor.size for tensor in tensors}
+    sizes = [sum(size_of[name] for name in names) for names in balanced(tensors, fragments)]
+    hands = dealt(sizes, shards)
+    return max(sum(sizes[p] for p in hand) for hand in hands), max(sizes), max(map(len, hands))
 
 
 def fitting_cycle(
@@ -226,6 +242,14 @@ def spectra_loads(
 
 
 def decoder(parameters: float) -> tuple[Tensor, ...]:
-    """Return the matrices of a usual decoder: 12 w² parameters a layer and w/64 layers of width w, as squares."""
+    """Return the matrices of a usual decoder of width w: about w/64 layers of 12 w² parameters, and two embeddings.
+
+    These have VOCABULARY rows, but at most an eighth of the parameters.
+    """
     width = max(1, round((16.0 * parameters / 3.0) ** (1.0 / 3.0)))
-    return (Tensor("layers", (max(1, round(parameters / width**2)), width, width)),)
+    rows, hidden = min(VOCABULARY, int(parameters / (16 * width))), round(8 * width / 3)
+    ends = [Tensor(name, (rows, width), "embedding") for name in ("embedding", "output")] if rows else []
+    shapes = dict.fromkeys(("query", "key", "value", "out"), (width, width))
+    shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    layers = max(1, round((parameters - 2 * rows * width) / (12 * width**2)))
+    return (*ends, *(Tensor(f"{n}.{name}", shape) for n in range(layers) for name, shape in shapes.items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -161,7 +160,7 @@ def plan(options: PlanOptions) -> RunPlan:
         fleets=tuple(fleets),
         fleet=fleet,
         way=way,
-        fragments=min(min(way.interval, FRAGMENTS_MAX) * planned.shards, _most(options.model)),
+        fragments=min(min(way.interval, FRAGMENTS_MAX) * planned.shards, len(tensors_of(options.model))),
         step_seconds=step_seconds,
         load=need,
         fits=fits,
@@ -242,9 +241,9 @@ def _way(
     link, redis = (LINK_SHARE * mbits * 1e6 / 8 for mbits in (options.link_mbits / islands_a_site, options.redis_mbits))
     merger_bytes, redis_bytes = 1e9 * options.merger_gb, 1e9 * options.redis_gb
     tensors = tensors_of(options.model)
+    most = len(tensors)  # fragments: each has a whole tensor at least
     for way in LADDER:
         config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
-        most = _most(options.model)
         of_run = (config, parameters, min(way.interval, FRAGMENTS_MAX, most), islands)
         fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors, most=most)
         planned = fitting or cycle(*of_run, tensors=tensors)
@@ -254,11 +253,6 @@ def _way(
         if fits or way is LADDER[-1]:
             return way, need, fits, planned, fitting is not None
     raise AssertionError("the ladder has a last way")
-
-
-def _most(model: str) -> int:
-    """Return the most fragments of a run. Each has a whole tensor at least, and only a named model tells its own."""
-    return sys.maxsize if _is_number(model) else len(tensors_of(model))
 
 
 # -- models and tokens in words ---------------------------------------------------------------------------------------
@@ -361,7 +355,9 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
     shards = found.cycle.shards
     machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
     if not found.has_room:
-        return f"S = ?     TOO LARGE for machines of {machines}, with up to {SHARDS_MAX} shards"
+        largest = max(tensor.size for tensor in tensors_of(options.model))
+        return (f"S = ?     TOO LARGE for machines of {machines}, with up to {SHARDS_MAX} shards: a fragment has a whole "
+                f"tensor at least, and the largest has {count_text(largest)} elements")  # fmt: skip
     if shards == 1:
         return f"S = 1     shard: machines of {machines} are enough"
     return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"

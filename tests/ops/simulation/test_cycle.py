@@ -10,7 +10,7 @@ import pytest
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, WireConfig
-from archipelago.broker.footprint import MERGER_BASE, footprint
+from archipelago.broker.footprint import MERGER_BASE, footprint, merger_parts, redis_parts
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor
 from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.broker.transport import MEMORY_SHARE_MAX
@@ -73,6 +73,16 @@ def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
     assert shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "redis_bytes": more + 1}) == 0, "no run has as many"
 
 
+def test_the_largest_shard_and_fragment_of_a_run_are_predicted() -> None:
+    """A fragment has a whole tensor at least, so a large one needs the memory of its merger, whatever the shards."""
+    tensors = (Tensor("embedding", (1000, 100)), *(Tensor(str(n), (100, 100)) for n in range(20)))
+    config, parameters = replace(CONFIG, merge=MergeConfig(embedding="rda", rest="rda")), 300_000
+    found, even = (cycle(config, parameters, 20, 2, 4, tensors=given) for given in (tensors, ()))
+    parts = merger_parts(config, 100_000, 100_000, 0, checkpoints=True)
+    assert found.merger_bytes == sum(parts.values()) > even.merger_bytes
+    assert found.redis_bytes == REDIS_BASE + sum(redis_parts(config, 100_000, 100_000, 2, 7).values())
+
+
 # -- spectra -----------------------------------------------------------------------------------------------------------
 
 ISOTROPIC = MergeConfig(embedding="isotropic", rest="isotropic", embedding_exponent=0.5, rest_exponent=0.0)
@@ -95,13 +105,13 @@ def test_longer_intervals_more_mergers_and_smaller_blocks_make_spectra_fit() -> 
 
 
 def test_the_memory_of_a_merger_includes_its_spectra() -> None:
-    """Each fragment has room for one matrix."""
+    """Each fragment has one matrix."""
     fragments = 3 * 100 * 400, 3
-    tensors = (Tensor("a", (1, 100, 400)), Tensor("b", (2, 100, 400)))
+    tensors = tuple(Tensor(name, (1, 100, 400)) for name in "abc")
     rules = (MergeConfig(embedding="rda", rest="rda"), ISOTROPIC)
     by_rda, found = (cycle(replace(CONFIG, merge=rule), *fragments, 2, tensors=tensors).merger_bytes for rule in rules)
     assert found - by_rda == 52 * 100 * 400 + 48 * 100 * 100
-    manifest = Manifest("x", replace(CONFIG, merge=ISOTROPIC), tensors, (("a", "b"),), NO_CORPUS, {})
+    manifest = Manifest("x", replace(CONFIG, merge=ISOTROPIC), tensors, (("a", "b", "c"),), NO_CORPUS, {})
     changed, kept = footprint_here(manifest), footprint(manifest, 0)
     of_threads = spectra_bytes(tensors, ISOTROPIC, 120_000, default_threads())
     assert changed == kept | {"the merger": kept["the merger"] + of_threads}

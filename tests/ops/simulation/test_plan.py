@@ -87,7 +87,7 @@ def test_a_merger_that_cannot_keep_up_is_predicted() -> None:
 
 
 def test_a_model_that_needs_several_machines_gets_shards() -> None:
-    options = replace(SPOT, model="12B", tokens="1B", islands=2)
+    options = replace(SPOT, model="8B", tokens="1B", islands=2)
     found, lines = plan(options), page(options, plan(options))
     shards = found.cycle.shards
     assert found.has_room
