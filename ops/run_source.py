@@ -82,7 +82,7 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
     name, has_redis = run or os.environ.get(RUN_VARIABLE), bool(os.environ.get(URL_VARIABLE))
     if source is None and name and not has_redis:
         source = str(RUNS / checked_name(name, "the run name"))
-    elif source and has_redis and run in (None, source) and _has_no_folder(source, has_redis=starts_redis):
+    elif source and has_redis and run in (None, source) and _is_at_redis(source, starts_redis):
         source, run = None, source
     with ExitStack() as stack:
         if source is not None and is_bucket(source):
@@ -97,12 +97,12 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
             yield _in_folder(stack, _folder_of(source), run, starts_redis)
 
 
-def _has_no_folder(source: str, *, has_redis: bool) -> bool:
-    """Return whether this can only be the name of a run at a Redis: it has no folder, or none that `has_redis`."""
+def _is_at_redis(source: str, starts_redis: bool) -> bool:
+    """Return whether this is the name of a run at a Redis. The folder of that name may be its merger's or an island's."""
     if "/" in source or names_redis(source):
         return False
     folder = _folder_of(source)
-    return not (folder / "redis" if has_redis else folder).exists()
+    return not folder.exists() or (starts_redis and folder.parent == RUNS and not (folder / "redis").exists())
 
 
 def _folder_of(source: str) -> Path:
