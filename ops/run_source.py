@@ -98,7 +98,7 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
 
 
 def _is_at_redis(source: str, starts_redis: bool) -> bool:
-    """Return whether this is the name of a run at a Redis. The folder of that name may be its merger's or an island's."""
+    """Return whether this is the name of a run at a Redis. A folder of that name may be that of a merger of it."""
     if "/" in source or names_redis(source):
         return False
     folder = _folder_of(source)

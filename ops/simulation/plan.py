@@ -356,8 +356,8 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
     machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
     if not found.has_room:
         largest = max(tensor.size for tensor in tensors_of(options.model))
-        return (f"S = ?     TOO LARGE for machines of {machines}, with up to {SHARDS_MAX} shards: a fragment has a whole "
-                f"tensor at least, and the largest has {count_text(largest)} elements")  # fmt: skip
+        return (f"S = ?     TOO LARGE for machines of {machines}, with up to {SHARDS_MAX} shards. A fragment has a "
+                f"whole tensor at least, and the largest has {count_text(largest)} elements")  # fmt: skip
     if shards == 1:
         return f"S = 1     shard: machines of {machines} are enough"
     return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"
