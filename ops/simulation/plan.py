@@ -112,7 +112,7 @@ class RunPlan:
         seconds: Time of training, with failures.
         spectra: What changing spectra takes, by kind of merger, if each shard has one on a machine of its own.
         cycle: Memory and bytes of a cycle, and the number of shards.
-        has_room: Whether any number of shards fits into the machines. Otherwise `cycle` is that of one.
+        has_room: Whether any number of shards fits into the machines. Otherwise `cycle` is that of the most.
     """
 
     parameters: int
@@ -246,7 +246,7 @@ def _way(
         config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
         of_run = (config, parameters, min(way.interval, FRAGMENTS_MAX, most), islands)
         fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors, most=most)
-        planned = fitting or cycle(*of_run, tensors=tensors)
+        planned = fitting or cycle(config, parameters, most, islands, min(SHARDS_MAX, most), tensors=tensors)
         need = load(parameters, islands, way.interval * step_seconds, way)
         at_redis = max(need.redis_in, need.redis_out) / planned.shards  # each of which has a Redis and a link
         fits = max(need.up, need.down) <= link and at_redis <= redis
@@ -356,8 +356,8 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
     machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
     if not found.has_room:
         largest = max(tensor.size for tensor in tensors_of(options.model))
-        return (f"S = ?     TOO LARGE for machines of {machines}, with up to {SHARDS_MAX} shards. A fragment has a "
-                f"whole tensor at least, and the largest has {count_text(largest)} elements")  # fmt: skip
+        return (f"S = {shards:<5} shards are TOO FEW for machines of {machines}. A run has no more, and a fragment has a "
+                f"whole tensor at least: the largest has {count_text(largest)} elements")  # fmt: skip
     if shards == 1:
         return f"S = 1     shard: machines of {machines} are enough"
     return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"

@@ -102,7 +102,7 @@ def test_a_model_that_needs_several_machines_gets_shards() -> None:
     assert larger.cycle.shards < shards
     tiny = replace(options, merger_gb=0.1)
     assert not plan(tiny).has_room
-    assert any("TOO LARGE" in line for line in page(tiny, plan(tiny)))
+    assert any("TOO FEW" in line for line in page(tiny, plan(tiny)))
     one = page(SPOT, plan(SPOT))
     assert any(line.startswith("S = 1 ") for line in one)
     assert "--shards" not in one[-1] and "--model.size" not in one[-1]
