@@ -16,6 +16,7 @@ from archipelago.broker.buckets.folder import is_bucket
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, RunAddress, connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import restore
@@ -124,7 +125,8 @@ def _in_folder(stack: ExitStack, path: Path, run: str | None, starts_redis: bool
 
 
 def _connected(stack: ExitStack, url: str | None, run: str | None) -> ReaderTransport:
-    return stack.enter_context(closing(connect_to(url, run)))
+    with progress("waiting for Redis"):  # one that answers TLS with silence takes 20 s
+        return stack.enter_context(closing(connect_to(url, run)))
 
 
 def _restored(kept: MergerFolder, run: str | None, place: str, folder: Path | None) -> FoundRun:

@@ -356,8 +356,8 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
     machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
     if not found.has_room:
         largest = max(tensor.size for tensor in tensors_of(options.model))
-        return (f"S = {shards:<5} shards are TOO FEW for machines of {machines}. A run has no more, and a fragment has a "
-                f"whole tensor at least: the largest has {count_text(largest)} elements")  # fmt: skip
+        return (f"S = {shards:<5} shards are TOO FEW for machines of {machines}. A run has no more, and a fragment "
+                f"has a whole tensor at least: the largest has {count_text(largest)} elements")  # fmt: skip
     if shards == 1:
         return f"S = 1     shard: machines of {machines} are enough"
     return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"
