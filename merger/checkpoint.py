@@ -94,12 +94,16 @@ class CheckpointStore:
                 return {name: str(manifest[name]) for name in ("run", "uid")}
         return {}
 
-    def newest_round(self) -> tuple[int, int]:
-        """Return the round of the newest checkpoint that can be read, and its number; zeros if there is none."""
-        for number in reversed(self.numbers()):
+    def after(self, closed: int) -> dict[int, int]:
+        """Return the rounds of the checkpoints that are of later rounds than that one, by number.
+
+        There are some where a Redis came back older. Only metadata is read.
+        """
+        found = dict[int, int]()
+        for number in self.numbers():
             with suppress(*_UNREADABLE):
-                return int(json.loads(self._fields(number)["state"])["closed"]), number
-        return 0, 0
+                found[number] = max(int(each["round"]) for each in self._fields(number)["snapshots"])
+        return {number: last for number, last in found.items() if last > closed}
 
     def _fields(self, number: int) -> Fields:
         text = (self.path_of(number) / "metadata" / "metadata").read_text(encoding="utf-8")
@@ -112,7 +116,8 @@ class CheckpointStore:
     def save(self, image: Image) -> None:
         """Write a checkpoint, whole or not at all, and delete those beyond the newest `keep`.
 
-        In a run with several shards, the newest one that is complete stays, too, and so do those that are `held`.
+        In a run with several shards, the newest one that is complete stays, too, and so do those that are `held`, or of
+        later rounds.
         Raises ConfigError if a newer one exists, or if it cannot be written (`checkpoint.write`).
         """
         newest = max(self.numbers(), default=0)
@@ -125,7 +130,7 @@ class CheckpointStore:
         failpoint("checkpoint.before")
         try:
             items = _arrays_of(image)
-            besides = {*self.complete()[-1:], *self.held()}
+            besides = {*self.complete()[-1:], *self.held(), *self.after(image.round)}
             _save(self.folder, self.keep, besides, image.number, items, _metadata_of(image, items))
         except FILE_FAULTS as error:
             raise ConfigError(

@@ -86,8 +86,9 @@ def load(
     """
     try:
         found = _from_redis(transport, rules, go_on, has_checkpoints=store is not None)
-        if store is not None and (newest := store.newest_round())[0] > found.state.closed:
-            _warn_of_newer(*newest, store, rules.manifest, found.state.closed)
+        if store is not None and (newer := store.after(found.state.closed)):
+            number, last = max(newer.items())
+            _warn_of_newer(last, number, store, rules.manifest, found.state.closed)
         return found
     except (WireError, ConfigError, DifferenceError) as error:
         damage = error.what
@@ -106,9 +107,9 @@ def load(
 def _warn_of_newer(last: int, number: int, store: CheckpointStore, manifest: Manifest, closed: int) -> None:
     log.warning(
         "this Redis came back older: it has run %r up to round %s, and checkpoint %s has it up to round %s. The run "
-        "goes on from here, and the rounds after that are lost. To go on from the checkpoint instead, stop the "
-        "mergers, delete newer ones in %s and the run here (`archipelago rm %s --force`), and start a merger with "
-        "--resume",
+        "goes on from here, and the rounds after that are lost; the checkpoint stays until then. To go on from it "
+        "instead, stop the mergers, delete newer ones in %s and the run here (`archipelago rm %s --force`), and start "
+        "a merger with --resume",
         manifest.run, closed, number, last, store.folder, manifest.run, extra={"code": "restore.older"},
     )  # fmt: skip
 

@@ -192,12 +192,16 @@ def test_a_redis_that_came_back_older_than_a_checkpoint_is_named(
     older = copy.deepcopy(vars(run.stored))
     run.play(merger, 4, 5)
     take_checkpoint(merger)
-    assert (store.newest_round(), store.about()["run"]) == ((5, 5), run.manifest.run)
+    assert (store.after(3), store.after(5), store.about()["run"]) == ({5: 5}, {}, run.manifest.run)
     run.merger(store=store)
     assert "restore.older" not in logged_codes(caplog)
     vars(run.stored).update(older)
-    assert run.merger(store=store).state.closed == 3
+    merger = run.merger(store=store)
+    assert merger.state.closed == 3
     assert "restore.older" in logged_codes(caplog)
+    for _ in range(4):
+        take_checkpoint(merger)
+    assert store.numbers() == [5, 7, 8, 9], "that of later rounds stays"
 
 
 # -- losses that cannot be restored ----------------------------------------------------------------------------------
