@@ -380,9 +380,12 @@ def invitation_at(address: str) -> Invitation | None:
 def require_role(invited: Invitation | None, role: Role) -> None:
     """Raise ConfigError if there is an invitation, and it is one for another role.
 
-    The file of the administrator of a run that is not signed admits every role, as the URL in it does.
+    The file of an administrator admits mergers, whose key it holds. So a merger can restore a run whose Redis has lost
+    all members. If the run is not signed, it admits every role, as the URL in it does.
     """
-    if invited is not None and invited.role != role and (invited.role != ADMIN or invited.merger_key):
+    if invited is None or invited.role == role:
+        return
+    if invited.role != ADMIN or (invited.merger_key and role != "merger"):
         raise ConfigError(
             f"the join file of {invited.name!r} is for the role {invited.role}, so no {role} can use it",
             f"Ask for another: `archipelago invite NAME --role {role}`.",

@@ -54,6 +54,8 @@ class CheckpointStore:
         self.fetch = fetch
         #: Returns checkpoints that must stay because they are being copied.
         self.held: Callable[[], Collection[int]] = tuple
+        #: The checkpoints of later rounds than the newest one (see `after`), which stay, too.
+        self.later: Collection[int] = ()
         #: The stores of all shards of the run, this one among them.
         self.parts: Sequence[CheckpointStore] = (self,)
 
@@ -116,8 +118,8 @@ class CheckpointStore:
     def save(self, image: Image) -> None:
         """Write a checkpoint, whole or not at all, and delete those beyond the newest `keep`.
 
-        In a run with several shards, the newest one that is complete stays, too, and so do those that are `held`, or of
-        later rounds.
+        In a run with several shards, the newest one that is complete stays, too, and so do checkpoints that are `held`,
+        and those of later rounds than this one.
         Raises ConfigError if a newer one exists, or if it cannot be written (`checkpoint.write`).
         """
         newest = max(self.numbers(), default=0)
@@ -130,7 +132,8 @@ class CheckpointStore:
         failpoint("checkpoint.before")
         try:
             items = _arrays_of(image)
-            besides = {*self.complete()[-1:], *self.held(), *self.after(image.round)}
+            self.later = self.after(image.round)
+            besides = {*self.complete()[-1:], *self.held(), *self.later}
             _save(self.folder, self.keep, besides, image.number, items, _metadata_of(image, items))
         except FILE_FAULTS as error:
             raise ConfigError(

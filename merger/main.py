@@ -159,7 +159,7 @@ def main(options: MergerOptions) -> int:
         log.info(text, f"{step:,}", extra={"round": closed})
         log.info("each fragment had %.1f syncs", syncs := closed / len(manifest.fragments))
         warn_of_few_syncs(log, syncs)
-    if is_finished or closed:  # in an outage it has no epoch, and still is no standby
+    if is_finished or any(merger.has_served for merger in mergers):
         log.info("leaving after round %s", closed, extra={"round": closed})
     else:
         log.info("leaving, and was a standby")

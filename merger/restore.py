@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
@@ -86,12 +87,12 @@ def load(
     """
     try:
         found = _from_redis(transport, rules, go_on, has_checkpoints=store is not None)
-        if store is not None and (newer := store.after(found.state.closed)):
-            number, last = max(newer.items())
-            _warn_of_newer(last, number, store, rules.manifest, found.state.closed)
-        return found
     except (WireError, ConfigError, DifferenceError) as error:
         damage = error.what
+    else:
+        if store is not None:
+            _warn_of_later(store, rules.manifest, found.state.closed)
+        return found
     require_lease()
     log.warning("a part of the run is lost in Redis: %s", damage, extra={"code": "restore.lost"})
     image = _newest_image(store, rules.manifest)
@@ -104,14 +105,21 @@ def load(
     return _from_checkpoint(transport, rules, image, go_on)
 
 
-def _warn_of_newer(last: int, number: int, store: CheckpointStore, manifest: Manifest, closed: int) -> None:
-    log.warning(
-        "this Redis came back older: it has run %r up to round %s, and checkpoint %s has it up to round %s. The run "
-        "goes on from here, and the rounds after that are lost; the checkpoint stays until then. To go on from it "
-        "instead, stop the mergers, delete newer ones in %s and the run here (`archipelago rm %s --force`), and start "
-        "a merger with --resume",
-        manifest.run, closed, number, last, store.folder, manifest.run, extra={"code": "restore.older"},
-    )  # fmt: skip
+def _warn_of_later(store: CheckpointStore, manifest: Manifest, closed: int) -> None:
+    """Warn if there is a checkpoint of later rounds than Redis has, whole and sound: Redis came back older."""
+    with suppress(ConfigError):  # the folder or that checkpoint cannot be read
+        later = store.after(closed)
+        number = max({*later} & {*store.complete()}, default=0)
+        if not number or store.load(number) is None:
+            return
+        log.warning(
+            "this Redis came back older: it has run %r up to round %s, and checkpoint %s has it up to round %s. The "
+            "run goes on from here, and the rounds after that are lost. The checkpoint is kept until the run has "
+            "passed them. To go on from it instead: stop the mergers, delete the checkpoints with greater numbers in "
+            "%s (and in its bucket), delete the run here (`archipelago rm %s --force`), and start a merger with "
+            "--resume. Invited members need new invitations then.",
+            manifest.run, closed, number, later[number], store.folder, manifest.run, extra={"code": "restore.older"},
+        )  # fmt: skip
 
 
 # -- from Redis ------------------------------------------------------------------------------------------------------

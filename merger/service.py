@@ -128,6 +128,7 @@ class Merger:
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
         self._has_islands = True  # when heartbeats were read last
         self._finished_at: float | None = None
+        self.has_served = False
         #: How long this merger has worked since the last round, without the turn in which it works since `_began_at`.
         self._busy_seconds = self._began_at = 0.0
         self._commits = executor("commit")
@@ -177,6 +178,7 @@ class Merger:
         while left > 0 and (waiting := self.transport.merger.updates(0.0, self._read_count)):
             self._receive(waiting, self.clock())
             left -= len(waiting)
+        self.has_served = True
         self.controls.note("served", f"epoch {self.epoch} begins after {self.manifest.described(self.state.closed)}")
         resume = Resume(self.state.closed, self.epoch)
         self.transport.merger.take_up(self.epoch, resume, self.state.cursors, self.state.counts())

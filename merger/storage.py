@@ -122,7 +122,10 @@ class MergerFolder:
 
     def _copier(self, manifest: Manifest) -> Copier:
         assert self._bundles is not None  # noqa: S101
-        besides = self._complete_in_bucket if len(self._parts) > 1 else tuple
+
+        def besides() -> list[int]:
+            return [*self.store.later, *(self._complete_in_bucket() if len(self._parts) > 1 else ())]
+
         copier = Copier(self._bundles, self.store.folder, _about(manifest), self.store.keep, besides)
         self.store.held = copier.held
         return copier

@@ -68,8 +68,8 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
 
     Args:
         source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. A name that
-            has no folder is that of a run at $ARCHIPELAGO_URL, and with `starts_redis` also one whose folder has no
-            Redis, as that of a merger. This is the default, and without it the folder of `run`.
+            has no folder is that of a run at $ARCHIPELAGO_URL. With `starts_redis`, so is one whose folder has no
+            Redis, such as a merger's, if the run is there. This is the default, and without it the folder of `run`.
         run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run at that place.
         starts_redis: Whether a run in a folder is read from its own Redis, which is started if it does not run. It
             knows more of a run than the newest checkpoint.
@@ -80,11 +80,11 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
         ConfigError: There is no checkpoint (`checkpoint.missing`), or nothing is named.
         UnknownRunError: The checkpoints belong to another run.
     """
-    name, has_redis = run or os.environ.get(RUN_VARIABLE), bool(os.environ.get(URL_VARIABLE))
+    name, has_redis, kept = run or os.environ.get(RUN_VARIABLE), bool(os.environ.get(URL_VARIABLE)), None
     if source is None and name and not has_redis:
         source = str(RUNS / checked_name(name, "the run name"))
     elif source and has_redis and run in (None, source) and _is_at_redis(source, starts_redis):
-        source, run = None, source
+        kept, source, run = _folder_of(source) / "merger", None, source
     with ExitStack() as stack:
         if source is not None and is_bucket(source):
             from archipelago.merger.storage import fetched
@@ -93,7 +93,11 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
         elif source is None or names_redis(source):
             file = Path(source or "")
             folder = file.parent if file.name == ADMIN_FILE and (file.parent / "redis").is_dir() else None
-            yield FoundRun(_connected(stack, source, run), folder, ITS_REDIS, shown(source or ""))
+            transport = _connected(stack, source, run)
+            if run and kept is not None and kept.is_dir() and run not in transport.reader.runs():
+                yield _in_folder(stack, kept.parent, run, starts_redis)  # its Redis has it no more
+            else:
+                yield FoundRun(transport, folder, ITS_REDIS, shown(source or ""))
         else:
             yield _in_folder(stack, _folder_of(source), run, starts_redis)
 

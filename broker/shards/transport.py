@@ -134,6 +134,6 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
                     f"checkpoint {image.number}",
                     "Shards go back together, or work would count twice. If no other process restores the run now, "
                     f"stop its mergers, delete what is left with `archipelago rm {transport.run} --force`, and try "
-                    "again. Islands may run on.",
+                    "again. Islands without invitations may run on.",
                     code=SHARD_EXISTS,
                 ) from error

@@ -209,8 +209,8 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
 def _returns(found: Figures) -> str:
     kills, back = len(found["rejoins"]), sum(math.isfinite(each["total_seconds"]) for each in found["rejoins"])
     times = f"{number(found['rejoin_seconds_median'], 1)} s median, {number(found['rejoin_seconds_worst'], 1)} s worst"
-    cut = f", of {back} of {kills} kills: before the others had one, the island was killed again or the storm ended"
-    return times + (cut if back < kills else "")
+    why = "after the others, nothing was merged before the next kill or the storm's end"
+    return times + (f", over {back} of {kills} kills: {why}" if back < kills else "")
 
 
 def _loss(found: Figures) -> tuple[str, str]:

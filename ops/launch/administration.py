@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -243,14 +243,17 @@ class Administrator:
         return sorted(members)
 
 
-def put_back(administrator: Administrator, *, has_lost: bool) -> None:
-    """Put back what a Redis has lost of a run's members. Say so, and name those whose users it has lost."""
+def put_back(administrator: Administrator, *, has_lost: bool, renewed: Collection[str] = ()) -> None:
+    """Put back what a Redis has lost of a run's members. Say so, and name those whose users it has lost.
+
+    `renewed` are the members that get new users now.
+    """
     if has_lost and (names := administrator.put_back()):
         say(f"this Redis had lost the members of the run {administrator.run!r}: {', '.join(names)} are put back")
     membership = administrator.membership
-    lost = [name for name in membership.all().by_name if membership.has_user(administrator.user_of(name)) is False]
-    if lost:
-        say(f"this Redis has no users for {', '.join(sorted(lost))}: invite each of them again, with --replace")
+    others = sorted(membership.all().by_name.keys() - {*renewed})
+    if lost := [name for name in others if membership.has_user(administrator.user_of(name)) is False]:
+        say(f"this Redis has no users for {', '.join(lost)}: invite each of them again, with --replace")
 
 
 def public_text(private: str) -> str:

@@ -54,7 +54,7 @@ class AdministratorOptions:
             transport.reader.manifest()  # only a run that exists can have members
             url = invited.url if invited else address
             administrator = Administrator(transport, url, self.folder / transport.run)
-            put_back(administrator, has_lost=administrator.has_lost())
+            put_back(administrator, has_lost=administrator.has_lost(), renewed=[self.name])
             yield administrator
 
     def _kept(self) -> str:

@@ -38,15 +38,15 @@ class RmOptions:
     yes: bool = False
     """Delete without asking."""
     force: bool = False
-    """Delete a run although processes of it live. They then end with errors, unless its merger brings it back
-    (--resume)."""
+    """Delete a run although processes of it live. They then end with errors."""
     json: bool = False
     """Print one JSON object."""
 
 
 def main(options: RmOptions) -> int:
     name = checked_name(options.run, "the run name")
-    if not (options.url or os.environ.get(URL_VARIABLE)) and (folder := Path("runs") / name).is_dir():
+    folder = Path("runs") / name
+    if not (options.url or os.environ.get(URL_VARIABLE)) and (folder / "redis").is_dir():
         raise ConfigError(
             "no Redis URL was given",
             f"Give it as the second argument. A run of `up` that has ended is deleted with its folder: rm -r {folder}",

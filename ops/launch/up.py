@@ -132,7 +132,7 @@ def main(options: UpOptions) -> int:
             say(f"  device  {line}")
         joins: dict[str, str] = {}
         if administrator:
-            put_back(administrator, has_lost=has_lost)
+            put_back(administrator, has_lost=has_lost, renewed=["merger", "standby", *names])
             joins = invite_ours(administrator, url, names)
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.

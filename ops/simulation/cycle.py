@@ -114,12 +114,15 @@ def fitting_cycle(
     The memory is that of a machine with a merger, and of one with a Redis primary. `fragments` counts those of each
     shard, and `most` is the most of the run, since each has a whole tensor at least.
     """
+
+    def fits(found: Cycle) -> bool:
+        has_redis = found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
+        return has_redis and found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
+
     for shards in range(1, min(SHARDS_MAX, most) + 1):
-        found = cycle(config, parameters, min(fragments * shards, most), islands, shards, tensors=tensors)
-        if (
-            found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
-            and found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
-        ):
+        of_run = config, parameters, min(fragments * shards, most), islands, shards
+        # Equal parts need the least, and are soon computed.
+        if fits(cycle(*of_run)) and fits(found := cycle(*of_run, tensors=tensors)):
             return found
     return None
 

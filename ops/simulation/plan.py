@@ -335,8 +335,7 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         "two compactions",
         *(_spectra_line(found, each) for each in found.spectra),
         *([] if found.spectra else ["merger   changes no spectra by these rules"]),
-        "",
-        f"start    archipelago init redis://… --run NAME {settings}",
+        *(["", f"start    archipelago init redis://… --run NAME {settings}"] if found.has_room else []),
     ]
 
 
@@ -356,8 +355,8 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
     machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
     if not found.has_room:
         largest = max(tensor.size for tensor in tensors_of(options.model))
-        return (f"S = {shards:<5} shards are TOO FEW for machines of {machines}. A run has no more, and a fragment "
-                f"has a whole tensor at least: the largest has {count_text(largest)} elements")  # fmt: skip
+        return (f"S = {shards:<5} shards are TOO FEW for machines of {machines}. No run can have more. A fragment "
+                f"holds at least one whole tensor, and the largest has {count_text(largest)} elements")  # fmt: skip
     if shards == 1:
         return f"S = 1     shard: machines of {machines} are enough"
     return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"

@@ -140,8 +140,13 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
         *(problem for island in view.islands for problem in _island_problems(island, _start_command(view))),
         *_refusal_problems(view, unix_seconds),
     ]
-    named = [replace(each, remedy=each.remedy.replace(" URL", view.address and f" {view.address}")) for each in found]
-    return tuple(sorted(named, key=lambda problem: _ORDER.index(problem.mood)))
+    address = view.address and f" {view.address}"
+
+    def named(remedy: str) -> str:
+        return remedy.replace("steer URL", f"steer URL --run {view.run}").replace(" URL", address)
+
+    found = [replace(each, remedy=named(each.remedy)) for each in found]
+    return tuple(sorted(found, key=lambda problem: _ORDER.index(problem.mood)))
 
 
 def _start_command(view: RunView) -> str:
@@ -166,12 +171,12 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
     if view.control.is_paused:
         yield Problem(
             "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
-            f"Resume it with `archipelago steer URL --run {view.run} merging=`.",
+            "Resume it with `archipelago steer URL merging=`.",
         )  # fmt: skip
     for name, why in view.control.faults.items():
         yield Problem(
             "steer.ignored", "warn", "run", f"The request {name} is ignored: {why}.",
-            f"Correct it, or remove it with `archipelago steer URL --run {view.run} {name}=`.",
+            f"Correct it, or remove it with `archipelago steer URL {name}=`.",
         )  # fmt: skip
     if view.unreadable:
         yield Problem(
@@ -270,7 +275,7 @@ def _loss_problems(tape: Sequence[TapeEntry]) -> Iterator[Problem]:
             "loss.rises", "warn", "run",
             f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest rounds.",
             "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate "
-            "(`archipelago steer outer.learning_rate=VALUE`); if that does not help, begin a new run from an "
+            "(`archipelago steer URL outer.learning_rate=VALUE`); if that does not help, begin a new run from an "
             "export (`archipelago init --from FOLDER`) with a lower --inner.learning-rate.",
         )  # fmt: skip
 
@@ -332,7 +337,7 @@ def _island_problems(island: IslandView, start: str) -> Iterator[Problem]:
             f"Its weight is lowered to {island.factor:.0%}, because its contributions disagree with those of the "
             f"others (score {island.score:.2f}).",
             "Check its corpus, its software and its device. If you do not trust it, expel it with "
-            f"`archipelago steer island.{island.name}=expel`.",
+            f"`archipelago steer URL island.{island.name}=expel`.",
         )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -184,8 +185,11 @@ def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_redis_that_came_back_older_than_a_checkpoint_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def unlisted() -> list[int]:
+        raise ConfigError("the folder cannot be listed", "", code="checkpoint.unreadable")
+
     store = CheckpointStore(tmp_path)
     run, merger = served_run(CONFIG, quorum=2, store=store)
     run.play(merger, 1, 2, 3)
@@ -202,6 +206,15 @@ def test_a_redis_that_came_back_older_than_a_checkpoint_is_named(
     for _ in range(4):
         take_checkpoint(merger)
     assert store.numbers() == [5, 7, 8, 9], "that of later rounds stays"
+    assert list(store.later) == [5], "a bucket keeps it, too"
+    caplog.clear()
+    shutil.rmtree(store.path_of(5) / "published")
+    assert run.merger(store=store).has_served
+    assert "restore.older" not in logged_codes(caplog), "nothing can go on from it"
+    monkeypatch.setattr(store, "numbers", unlisted)
+    caplog.clear()
+    assert run.merger(store=store).state.closed == 3, "Redis is whole, although the folder cannot be listed"
+    assert "restore.lost" not in logged_codes(caplog)
 
 
 # -- losses that cannot be restored ----------------------------------------------------------------------------------

@@ -249,8 +249,13 @@ def test_rm_asks_for_the_name(
 
 
 def test_rm_without_a_url_says_how_a_run_of_up_is_deleted() -> None:
+    folder = folder_of("mine")
     with failing(ConfigError, "config.which-run") as error:
-        run(["rm", str(folder_of("mine").name)])
+        run(["rm", "mine"])
+    assert "rm -r" not in error.value.remedy, "a merger's folder may hold all that is left of the run"
+    (folder / "redis").mkdir()
+    with failing(ConfigError, "config.which-run") as error:
+        run(["rm", "mine"])
     assert error.value.remedy.endswith("runs/mine")
 
 

@@ -74,8 +74,8 @@ class Serving:
             return
         log.warning(
             "no merger serves the run %r. This island trains on, but the run does not advance, and steps beyond the "
-            "window wait here, and become one contribution. It leaves when it has made as many steps as the whole run "
-            "has, after a minute at least. Start a merger: `archipelago merger --run %s`, with $ARCHIPELAGO_URL set or "
+            "window wait here, and become one contribution. It leaves once it has made as many steps as the whole run "
+            "has, but not within a minute. Start a merger: `archipelago merger --run %s`, with $ARCHIPELAGO_URL set or "
             "with a merger's join file.",
             self._run,
             self._run,

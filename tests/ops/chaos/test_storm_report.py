@@ -105,7 +105,7 @@ def test_an_island_that_is_killed_again_before_it_trains_has_not_rejoined() -> N
     assert math.isnan(first["start_seconds"]) and math.isnan(first["total_seconds"])
     assert second["total_seconds"] == pytest.approx(1.5)
     shown = dict(headlines(figures(replace(one, events=(*one.events, *more)))))
-    assert "1.5 s worst, of 1 of 2 kills" in shown["from a kill to the first merged contribution"]
+    assert "1.5 s worst, over 1 of 2 kills" in shown["from a kill to the first merged contribution"]
 
 
 def test_what_is_merged_after_the_storm_or_the_next_kill_is_no_return() -> None:

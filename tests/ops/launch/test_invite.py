@@ -15,8 +15,8 @@ import redis
 from archipelago.broker import invitation as invitations
 from archipelago.broker.control import EXPEL
 from archipelago.broker.errors import BrokerError, ConfigError
-from archipelago.broker.invitation import Invitation, Members
-from archipelago.broker.process import connect_to
+from archipelago.broker.invitation import Invitation, Members, Role
+from archipelago.broker.process import connect_to, require_role
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main as islands
 from archipelago.merger import main as mergers
@@ -205,6 +205,20 @@ def test_a_join_file_is_for_one_role_run_and_island(run: RedisTransport, join: I
         mergers.main(mergers.MergerOptions(url=file))
     with failing(ConfigError, "invitation.other"):
         connect_to(file, "another")
+    administrators = invitations.read(Path("runs") / run.run / ADMIN_FILE)
+    require_role(administrators, "merger")  # which may have to restore a run whose Redis has lost all members
+    with failing(ConfigError, "invitation.other"):
+        require_role(administrators, "island")
+
+
+@pytest.mark.parametrize("role", ["island", "merger"])
+def test_the_first_invitation_says_what_else_the_run_needs(
+    join: Invite, role: Role, capsys: pytest.CaptureFixture[str]
+) -> None:
+    join("first", role=role, yes=True)
+    said = capsys.readouterr().err
+    assert "is signed from now on" in said
+    assert ("Invite the merger too" in said) == (role == "island")
 
 
 def test_without_an_address_the_kept_file_is_used(run: RedisTransport, join: Invite) -> None:

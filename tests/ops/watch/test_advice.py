@@ -79,6 +79,15 @@ def test_a_run_of_up_whose_redis_has_ended_is_continued_by_up() -> None:
     assert "archipelago merger" in remedies(ended)["merger.missing"]
 
 
+def test_each_steer_command_finds_the_run() -> None:
+    control = Control.of({"merging": "paused", "sync.quorum": "many"})
+    rising_again = tape_of([2.0] * 24 + [2.4] * 24)
+    seen = [view(tape=tape, control=control, address="runs/sample/admin.join") for tape in ([LOWERED], rising_again)]
+    found = {text for each in seen for text in remedies(each).values() if "archipelago steer" in text}
+    assert len(found) == 4
+    assert all("`archipelago steer runs/sample/admin.join --run sample " in text for text in found)
+
+
 def test_only_a_folder_of_up_is_continued_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("runs/demo/redis", "runs/demo/merger", "a b/demo/redis", f"runs/shared/redis/{CERTIFICATES}"):
         (tmp_path / place).mkdir(parents=True)

@@ -114,6 +114,8 @@ def test_what_is_not_known_yet() -> None:
     own = replace(view, manifest=replace(MANIFEST, config=replace(MANIFEST.config, model=ModelConfig(size=OWN_MODEL))))
     assert "run.report" in evaluated(own, 1090.0), "only a script can evaluate its model"
     assert "`evaluate`" in evaluated(replace(own, task="digits"), 1090.0)
+    back = seen(evaluations=[replace(EVALUATIONS[0], round=3, unix_seconds=1000.0)])
+    assert "of round 3 (before the run went back)" in evaluated(back, 1090.0)
     text = words(shown(view, 80))
     assert "0 known, 0 live, 0 participating" in text
     assert "training loss –, in bits per byte" in text
