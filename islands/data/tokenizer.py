@@ -217,6 +217,8 @@ def _checked(tokenizer: TextTokenizer) -> TextTokenizer:
         raise _not_byte_level(f"cannot encode any text ({error!s:.100})") from None
     if found.removeprefix(b" ") != _SAMPLE.encode():
         raise _not_byte_level("changes text")
+    if missing := {bytes([byte]) for byte in range(BYTES)} - {*tokenizer._bytes}:
+        raise _not_byte_level(f"has no token for {len(missing)} of the {BYTES} bytes, and drops them from text")
     return tokenizer
 
 

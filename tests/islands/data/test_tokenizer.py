@@ -138,7 +138,11 @@ def test_tokenizers_that_change_text_or_know_words_only_are_refused(tmp_path: Pa
     lower.normalizer = normalizers.Lowercase()
     pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2}, unk_token="[UNK]"))
     pieces.pre_tokenizer = pre_tokenizers.Whitespace()
-    for inner in (lower, pieces):
+    some = json.loads(LEARNED.to_json())  # without "z", "Z" and control characters, as where no alphabet was given
+    used = sorted({tokenizer._CHARACTERS[byte] for text in [tokenizer._SAMPLE, *LINES] for byte in text.encode()})
+    some["model"]["vocab"] = {name: n for n, name in enumerate(used)}
+    some["model"]["merges"] = []
+    for inner in (lower, pieces, Tokenizer.from_str(json.dumps(some))):
         inner.save(str(tmp_path / tokenizer.FILE))
         with failing(DataError, "tokenizer.not-byte-level"):
             tokenizer.from_file(tmp_path / tokenizer.FILE)
