@@ -29,7 +29,7 @@ from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.simulation.cycle import footprint_here
-from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
+from archipelago.ops.weights.safetensors_files import WeightFiles, require_model, require_tokenizer
 
 if TYPE_CHECKING:
     from archipelago.islands.models.interface import Params
@@ -54,7 +54,7 @@ class InitOptions:
     """How many mergers share the work. Each merges fragments of its own, so a model that is too large for one merger
     needs several. One process serves all shards until others come (docs/guide/scaling.md#shards)."""
     replace: bool = False
-    """Begin a new run although islands of a run of that name still train. They leave."""
+    """Begin a new run although islands still train in one of that name that this Redis has lost. They leave."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
     """Print one JSON object."""
@@ -142,7 +142,7 @@ def create(
     Raises:
         ConfigError: Islands of a lost run of that name are alive (`init.islands-live`), or there are more shards than
             fragments (`config.value`).
-        MismatchError: The run exists with another config or number of shards.
+        MismatchError: The run exists with another config or number of shards, or began with other weights.
         DataError: The weights do not fit the model.
     """
     keep_compiled()
@@ -166,6 +166,15 @@ def create(
             return manifest, True
         found = transport.reader.manifest()
     require_same(found, config, task)
+    began = found.versions.get("weights", "")
+    if weights is not None and (name := weights.resolve().name) != began:
+        raise MismatchError(
+            "weights", began or "none", name,
+            "Leave out --from to go on with the run, or name another run with --run. To give this one up: "
+            f"`archipelago rm {found.run}`.",
+            code="config.other-settings",
+            what=f"the run {found.run!r} is there already. It began with {began or 'new weights'}, not with {name}",
+        )  # fmt: skip
     require_shards(found, shards)
     return found, False
 
@@ -195,6 +204,7 @@ def workload_of(config: RunConfig, task: str | None, weights: Path | None = None
         files = WeightFiles(weights)
         require_tokenizer(files, corpus)
         files.require(work.model.tensors)
+        require_model(files, config.model.size)
     Batches(corpus.train, config, lambda: None)
     held_out(corpus.valid, config.data.held_out_sequences, config.data.sequence_length)
     return work
@@ -221,7 +231,10 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
     if isinstance(work.named, OurTask) and not require_tokenizer(files, work.named.corpus):
         say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that of "
             f"the corpus {work.named.corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
-    return manifest, files.load(manifest.tensors)
+    params = files.load(manifest.tensors)
+    if isinstance(work.named, OurTask):
+        require_model(files, work.config.model.size)
+    return manifest, params
 
 
 def require_same(found: Manifest, config: RunConfig, task: str | None = None) -> None:

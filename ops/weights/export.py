@@ -19,14 +19,12 @@ from archipelago.broker.shards.transport import opened
 from archipelago.islands.sync.evaluator import newest_merged
 from archipelago.ops.run_source import open_run
 from archipelago.ops.settings import say
-from archipelago.ops.weights.safetensors_files import CONFIG_FILE, TOKENIZER_KEY
+from archipelago.ops.weights.safetensors_files import CONFIG_FILE, OWN_KIND, TOKENIZER_KEY
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
-#: The `model_type` in `config.json` of models that other programs do not have, and the key of our own settings there.
-OWN_KIND = "archipelago"
 
 
 @dataclass(frozen=True)

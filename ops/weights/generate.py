@@ -20,8 +20,8 @@ from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RunAddress, keep_compiled, print_json
 from archipelago.ops.settings import say
-from archipelago.ops.weights.export import OWN_KIND, find, tokenizer_of
-from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config, tokenizer_beside
+from archipelago.ops.weights.export import find, tokenizer_of
+from archipelago.ops.weights.safetensors_files import CONFIG_FILE, OWN_KIND, WeightFiles, read_config, tokenizer_beside
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer

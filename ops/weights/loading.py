@@ -21,8 +21,7 @@ from archipelago.islands.models.llama import from_llama
 from archipelago.islands.sync.evaluator import newest_merged
 from archipelago.islands.user_loop.following import Published
 from archipelago.ops.run_source import open_run
-from archipelago.ops.weights.export import OWN_KIND
-from archipelago.ops.weights.safetensors_files import damaged, files_at, read_config
+from archipelago.ops.weights.safetensors_files import OWN_KIND, damaged, files_at, read_config
 
 if TYPE_CHECKING:
     from archipelago.islands.models.llama import Names

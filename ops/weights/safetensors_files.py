@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipelago.broker.errors import DataError
+from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.manifest import Tensor
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from archipelago.islands.models.registry import Params
 
 CONFIG_FILE = "config.json"
+#: The `model_type` in `config.json` of models that other programs do not have, and the key of our own settings there.
+OWN_KIND = "archipelago"
 #: Where an export says which tokenizer its weights were trained with, in the metadata of the file.
 TOKENIZER_KEY = "archipelago.tokenizer"
 _CONFIG_BYTES_MAX = 16 << 20
@@ -212,6 +214,25 @@ def _some(names: Sequence[str]) -> str:
 
 
 # -- the tokenizer of weights ------------------------------------------------------------------------------------------
+
+
+def require_model(files: WeightFiles, size: str) -> None:
+    """Raise ConfigError (`llama.different`) if a `config.json` beside weights describes another model than ours.
+
+    Args:
+        size: The name of our size.
+    """
+    from archipelago.islands.models.llama import DENSE, size_of
+
+    kind = files.config.get("model_type", OWN_KIND)
+    theirs = size_of(files.config) if kind == "llama" and size in DENSE else None
+    if kind not in ("llama", OWN_KIND) or (theirs and theirs != DENSE[size]):
+        found = f"a Llama with {theirs}" if theirs else f"a {kind!r:.40}"
+        raise ConfigError(
+            f"the weights in {files.path} are of {found}, by the config.json there, and not of the model {size!r}",
+            "Give weights of that model, or train theirs by a script or a task of your own.",
+            code="llama.different",
+        )
 
 
 def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:

@@ -18,8 +18,8 @@ from archipelago.broker.process import print_json
 from archipelago.islands.user_loop.following import follow
 from archipelago.ops.run_source import ITS_REDIS
 from archipelago.ops.settings import say
-from archipelago.ops.weights.export import OWN_KIND, RunParameters, write
-from archipelago.ops.weights.safetensors_files import read_config
+from archipelago.ops.weights.export import RunParameters, write
+from archipelago.ops.weights.safetensors_files import OWN_KIND, read_config
 
 #: The names of the folders of versions, and of the link to the newest one.
 PREFIX, LATEST = "weight_v", "latest"

@@ -24,6 +24,7 @@ from archipelago.broker.errors import (
     ArchipelagoError,
     ConfigError,
     DataError,
+    MismatchError,
     UnknownRunError,
 )
 from archipelago.broker.redis.transport import connect
@@ -156,6 +157,11 @@ def test_a_run_begins_where_an_export_ended(tmp_path: Path, url: str, call: Call
     manifest = connect(url, "again").reader.manifest()
     assert manifest.versions["weights"] == "first"
     assert call("init", url, "--run", "again", *SETTINGS)[0] == 0  # The run exists already, with the same settings.
+    assert call("init", url, "--run", "again", "--from", "first", *SETTINGS)[0] == 0
+    assert call("init", url, "--run", "new", *SETTINGS)[0] == 0
+    for name, weights in (("again", "second"), ("new", "first")):
+        with failing(MismatchError, "config.other-settings"):
+            run(["init", url, "--run", name, "--from", weights, *SETTINGS])
 
 
 def test_weights_of_another_model_create_no_run(tmp_path: Path, url: str) -> None:
@@ -164,6 +170,12 @@ def test_weights_of_another_model_create_no_run(tmp_path: Path, url: str) -> Non
     for command in (["init", url], ["up"]):
         with failing(DataError, "weights.unfit"):
             run([*command, *flags, "--model.size", "small"])
+    config = json.loads(Path("first/config.json").read_text())
+    for other in ({"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}, {"model_type": "mistral"}):
+        Path("first/config.json").write_text(json.dumps(config | other))
+        for command in (["init", url], ["up"]):
+            with failing(ConfigError, "llama.different"):
+                run([*command, *flags])
     assert connect(url, "x").reader.runs() == []
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
