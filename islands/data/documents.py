@@ -11,6 +11,7 @@ into smaller blocks, and at last the end of the text is held out.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ TRAINED = 0.90
 #: The least and the largest share of the text that each held-out split may have.
 LEAST, MOST = 0.01, 0.20
 BINARY, EMPTY, HIDDEN, NOT_UTF8, UNREADABLE = "binary", "empty", "hidden", "not UTF-8", "unreadable"
+NO_FOLDER, LINKED = "unreadable folder", "link to a folder"
 _RANGE = 1 << 64
 
 
@@ -95,22 +97,33 @@ class Choice:
         return tuple(sizes)
 
 
-def visible_files(folder: Path) -> tuple[list[Path], int]:
-    """Return the files of a folder, and the number of those that are hidden or in hidden folders."""
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    return visible, len(found) - len(visible)
+def visible_files(folder: Path) -> tuple[list[Path], Counter[str]]:
+    """Return the files of a folder, and how many files and folders are left out, by the reason in words."""
+    skipped = Counter[str]()
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=lambda _: skipped.update([NO_FOLDER])):
+        skipped.update(LINKED for name in folders if Path(place, name).is_symlink())
+        for path in (Path(place, name) for name in names):
+            try:
+                is_file = path.is_file()
+            except OSError:
+                skipped[UNREADABLE] += 1
+                continue
+            is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+            skipped.update([HIDDEN] if is_file and is_hidden else [])
+            found += [path] if is_file and not is_hidden else []
+    return found, skipped
 
 
-def choose(files: Sequence[Path], hidden: int = 0, holds_out: bool = True) -> Choice:
+def choose(files: Sequence[Path], skipped: Mapping[str, int] | None = None, holds_out: bool = True) -> Choice:
     """Read all files, and choose the documents that are held out.
 
     Args:
         files: The files, in any order.
-        hidden: The number of files that were left out before.
+        skipped: How many files and folders were left out before, by the reason in words.
         holds_out: False holds out the end of the text, as in the published splits of single files.
     """
-    skipped: Counter[str] = Counter({HIDDEN: hidden} if hidden else {})
+    left_out = Counter(skipped or {})
     wanted: Sequence[Path] = files
     texts: list[list[Document]] = []
     ordered: list[Document] = []
@@ -120,7 +133,7 @@ def choose(files: Sequence[Path], hidden: int = 0, holds_out: bool = True) -> Ch
             for path in wanted:
                 found = documents_of(path, limit)
                 if isinstance(found, str):
-                    skipped[found] += 1
+                    left_out[found] += 1
                 else:
                     texts.append(found)
                 reading.done += 1
@@ -130,8 +143,8 @@ def choose(files: Sequence[Path], hidden: int = 0, holds_out: bool = True) -> Ch
         if holds_out and _is_balanced(ordered):
             splits = tuple(tuple(document for document in ordered if document.split == split) for split in range(3))
             held_out = len(splits[1]) + len(splits[2])
-            return Choice(splits, Reading(len(texts), dict(skipped), len(ordered), held_out, limit))
-    return Choice((tuple(ordered),), Reading(len(texts), dict(skipped), len(ordered)))
+            return Choice(splits, Reading(len(texts), dict(left_out), len(ordered), held_out, limit))
+    return Choice((tuple(ordered),), Reading(len(texts), dict(left_out), len(ordered)))
 
 
 def documents_of(path: Path, limit: int) -> list[Document] | str:

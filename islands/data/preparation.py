@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -175,17 +175,22 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
         )
     if not (source.is_file() or source.is_dir()):
         raise DataError(f"there is no file or folder {source}", "Copy it here first.", code="data.no-source")
-    files, hidden = ([source], 0) if source.is_file() else visible_files(source)
-    return _create_from(files, name, source.name or str(source), encoding, hidden, holds_out=source.is_dir())
+    files, skipped = ([source], None) if source.is_file() else visible_files(source)
+    return _create_from(files, name, source.name or str(source), encoding, skipped, holds_out=source.is_dir())
 
 
 def _create_from(
-    files: Sequence[Path], name: str, what: str, encoding: Encoding, hidden: int = 0, holds_out: bool = True
+    files: Sequence[Path],
+    name: str,
+    what: str,
+    encoding: Encoding,
+    skipped: Mapping[str, int] | None = None,
+    holds_out: bool = True,
 ) -> OpenCorpus:
     """Create a corpus from text files. `what` says in words what they are."""
 
     def fill(target: BinaryIO) -> tuple[Splits | None, Reading]:
-        choice = choose(files, hidden, holds_out)
+        choice = choose(files, skipped, holds_out)
         sizes = choice.write(target)
         return Splits(*sizes) if len(sizes) == 3 else None, choice.reading
 

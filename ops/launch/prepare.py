@@ -71,12 +71,14 @@ def _prepare(options: PrepareOptions) -> OpenCorpus:
     from archipelago.islands.data.preparation import is_bytes, prepare_stdlib, prepare_text
     from archipelago.islands.data.tokenizer import encoding_of
 
+    if not options.source:
+        raise ConfigError("no text was named", "Give a file, a folder or `stdlib`.", code="config.value")
     encoding = encoding_of(options.tokenizer) if options.tokenizer is not None else BYTES
     is_known, is_tokenised = options.source == STDLIB, not is_bytes(encoding)
     if options.name and is_known and not is_tokenised:
         raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
     suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
-    name = checked_name(options.name or _name(options) + suffix, "the corpus name")
+    name = checked_name(_name(options) + suffix if options.name is None else options.name, "the corpus name")
     if options.source == STDLIB:
         return prepare_stdlib(name, encoding)
     return prepare_text(Path(options.source), name, encoding)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -86,8 +88,31 @@ def test_text_that_is_all_the_same_or_in_a_single_file_has_its_end_held_out(tmp_
 def test_odd_names_and_links_are_no_trouble(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "texts", {"näme with\nbreak.txt": "text", ".hidden/a.txt": "no"})
     (folder / "broken-link").symlink_to(tmp_path / "absent")
-    files, hidden = visible_files(folder)
-    assert (choose(files, hidden=hidden).reading.files, hidden) == (1, 1)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    files, skipped = visible_files(folder)
+    assert choose(files, skipped).reading.skipped == {"hidden": 1, "link to a folder": 1}
+    assert len(files) == 1
+
+
+def test_folders_that_cannot_be_read_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path / "texts", {"open/a.txt": "text", "closed/b.txt": "text", "c.txt": "text"})
+    scandir, is_file = os.scandir, Path.is_file
+
+    def refused(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    def no_entry(path: Path) -> bool:
+        if path.parent.name == "open":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    monkeypatch.setattr(Path, "is_file", no_entry)
+    files, skipped = visible_files(folder)
+    assert ([path.name for path in files], skipped) == (["c.txt"], {"unreadable": 1, "unreadable folder": 1})
 
 
 @settings(max_examples=examples(100))
