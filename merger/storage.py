@@ -130,6 +130,14 @@ class MergerFolder:
         self.store.held = copier.held
         return copier
 
+    def missing_in_bucket(self) -> int:
+        """Return the number of the newest checkpoint if the bucket, which may be away, does not have it; else 0."""
+        if self._bundles is None or not (numbers := self.store.numbers()):
+            return 0
+        with suppress(BucketError):
+            return 0 if numbers[-1] in self._bundles.numbers() else numbers[-1]
+        return numbers[-1]
+
     def newest(self) -> Sequence[Image]:
         """Return each shard's part of the newest checkpoint that is complete and sound; nothing if there is none.
 

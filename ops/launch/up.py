@@ -79,7 +79,7 @@ class UpOptions(WorkerOptions):
     checkpoint_every: float = 30.0
     """The seconds between two checkpoints of the whole run, merger and islands. 0 takes none."""
     evaluate_every: float = 15.0
-    """The seconds between two evaluations on held-out text, by one of the islands. 0 evaluates at the end only."""
+    """The seconds between two evaluations on held-out text, by one of the islands. 0 evaluates nothing."""
     one_process: bool = True
     """Afterwards train one process on as many tokens, for comparison."""
     task: str | None = None
@@ -103,7 +103,7 @@ def main(options: UpOptions) -> int:
     if options.log_json:
         options.log_as("up", name)
     keep_compiled()
-    has_losses = trainable(config, options.task, options.from_).evaluation() is not None
+    has_losses = trainable(config, options.task, options.from_).evaluation() is not None and options.evaluate_every > 0
     bucket = options.bucket_folder(name)
     # Nothing has been started or written before this line.
     stopped = stop_on_signals(END_SECONDS)
@@ -148,6 +148,8 @@ def main(options: UpOptions) -> int:
     else:
         run_report.write(folder, report)
     _farewell(report, finished, folder, options)
+    if number := kept.missing_in_bucket():
+        say(f"  warning: the bucket lacks checkpoint {number} of {kept.path}; the merger's log says why")
     if finished or stopped():
         return 0 if finished else INTERRUPTED
     say(f"  its islands have left before its end: `archipelago status {shlex.quote(str(folder))}` says why")
@@ -161,7 +163,7 @@ def require_sensible(options: UpOptions) -> None:
     _require_openable(options)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
     require_number("--checkpoint-every", options.checkpoint_every, remedy)
-    remedy = "Give a number of seconds such as 15, or 0 to evaluate at the end only."
+    remedy = "Give a number of seconds such as 15, or 0 to evaluate nothing."
     require_number("--evaluate-every", options.evaluate_every, remedy)
 
 

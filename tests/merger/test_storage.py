@@ -149,6 +149,7 @@ def test_another_machine_continues_from_the_bucket(bucket: BucketFolder, tmp_pat
         other.find_or_bring_back(run.transport, resume=False)
     assert other.find_or_bring_back(run.transport, resume=True) == run.manifest
     assert plain(other.store.load()) == plain(kept)
+    assert other.missing_in_bucket() == 0
     merger = serving(run, tmp_path / "two", bucket)
     run.play(merger, 4, 5)
     finish(merger)
@@ -190,6 +191,8 @@ def test_a_failing_bucket_stops_only_restores(bucket: BucketFolder, tmp_path: Pa
     assert len(run.notes("bucket")) == 2
     run.broker.runs.clear()
     FaultyFileSystem.fault = staticmethod(away)
+    assert MergerFolder(tmp_path, bucket=bucket).missing_in_bucket() == MergerFolder(tmp_path).store.numbers()[-1]
+    assert MergerFolder(tmp_path).missing_in_bucket() == 0, "there is none"
     with failing(BucketError):  # the bucket may hold a newer checkpoint than this disk
         MergerFolder(tmp_path, bucket=bucket).find_or_bring_back(run.transport, resume=True)
     assert run.transport.reader.runs() == []
