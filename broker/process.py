@@ -74,7 +74,7 @@ AGAIN_SECONDS = 0.05
 
 
 def interruptible() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt. `guarded` knows of it even if a library turns it into another error."""
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt. `guarded` knows of it if a library makes it another error."""
     _interrupted.clear()
 
     def interrupt(_number: int, _frame: object) -> None:
@@ -96,6 +96,7 @@ def interruptible() -> None:
 
     sys.unraisablehook = dropped
     signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def guarded(main: Callable[[], int], *, supervised: bool = False) -> int:

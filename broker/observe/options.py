@@ -46,7 +46,7 @@ class WorkerOptions(CurveOptions):
     """Options of processes that also keep checkpoints."""
 
     bucket: str | None = None
-    """Keep copies of the newest checkpoints, and of the record, in RUN/ at this address, such as s3://BUCKET/FOLDER or
+    """Keep copies of the newest checkpoints in RUN/ at this address, such as s3://BUCKET/FOLDER or
     gs://BUCKET/FOLDER, and restore from there what this machine does not have. The default is $ARCHIPELAGO_BUCKET.
     """
 

@@ -18,9 +18,13 @@ from archipelago.islands.models.interface import Params
 Logits = Callable[[Params, jax.Array], jax.Array]
 
 
+#: A lower temperature changes no choice, and float32 could not divide by it.
+COLD = 1e-6
+
+
 def choose(logits_V: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
-    """Sample a token (int32, []) from the logits divided by the temperature. At 0 it is the most probable one."""
-    found = jnp.argmax(logits_V) if temperature == 0.0 else jax.random.categorical(key, logits_V / temperature)
+    """Sample a token (int32, []) from the logits divided by the temperature. Near 0 it is the most probable one."""
+    found = jnp.argmax(logits_V) if temperature < COLD else jax.random.categorical(key, logits_V / temperature)
     return found.astype(jnp.int32)
 
 
