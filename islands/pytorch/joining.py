@@ -290,7 +290,24 @@ def membership(given: Joining, group: Any = None) -> TorchRun | Follower:
     inner, wrapped_for = unwrapped(given.model)
     mesh, group = mesh_of(inner), wrapped_for or group
     if mesh is None and (group is None or group.size() == 1):
+        if group is None:
+            _require_alone()
         return TorchRun(given)
     from archipelago.islands.pytorch.parallel import joined
 
     return joined(mesh, group, given)
+
+
+def _require_alone() -> None:
+    """Raise ConfigError (`loop.sharded`) in one of several processes, whose model is in no wrapper.
+
+    Each would be an island and adopt at its own time, while all step by the mean of their gradients.
+    """
+    processes = torch.distributed
+    if processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1:
+        raise ConfigError(
+            f"this is one of {processes.get_world_size()} processes, and the model is in no DistributedDataParallel",
+            "Give `join` the wrapped model, and not its `module`, in every process. Or start processes that are to be "
+            "islands of their own without `init_process_group`.",
+            code="loop.sharded",
+        )

@@ -256,6 +256,13 @@ def join(
     """
     given = Joining(url, name, params, state, trained, island, wait_seconds, evaluate)
     if not TreeLayout.of(params, trained).is_spread:
+        if (processes := jax.process_count()) > 1:
+            raise ConfigError(
+                f"this is one of {processes} processes that `jax.distributed` connects, and the parameters are on this "
+                "one alone",
+                "Put them on a mesh of all devices: NamedSharding(mesh, PartitionSpec()) keeps an array whole on each.",
+                code="loop.sharded",
+            )
         return JoinedRun(given)
     from archipelago.islands.user_loop.parallel import joined
 

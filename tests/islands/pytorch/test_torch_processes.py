@@ -99,6 +99,7 @@ def wrong_use_is_refused_in_every_process(played: dict[str, Played]) -> None:
         "twice": "loop.sharded",
         "meshes": "loop.sharded",
         "first fsdp": "loop.sharded",
+        "unwrapped": "loop.sharded",
     }
     assert leader == {**of_all, "nan": "loop.not-finite", "no run": "broker.unknown-run"}
     assert other == {**of_all, "nan": "loop.leader-left", "no run": "loop.leader-left"}

@@ -28,6 +28,7 @@ from archipelago.broker.codecs import body_of
 from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
+from archipelago.islands.pytorch.joining import Joining, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, own_piece
 from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
@@ -229,7 +230,8 @@ class Alone:
     def _train(self) -> None:
         model, generator = self._model, torch.Generator()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with join(self._url, "island", model, optimizer, island="alone") as run:
+        # `join` refuses a model in no wrapper in one of several processes.
+        with TorchRun(Joining(self._url, "island", model, [optimizer], island="alone")) as run:
             self.optimizer_origin = run.optimizer_origin
             while not self._stop.wait(0.005):
                 loss = model(torch.randn(4, 64, generator=generator)).square().mean()
@@ -302,6 +304,7 @@ def refused(url: str) -> dict[str, Any]:
     mixed[2].bias = torch.nn.Parameter(distribute_tensor(torch.zeros(2), pair["a"], [Shard(0)]))
     found["meshes"] = code(lambda: join(memory, "own", mixed))
     old = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    found["unwrapped"] = code(lambda: join(memory, "own", network()))
     found["first fsdp"] = code(lambda: join(memory, "own", old))
     with torch.no_grad():
         model[0].bias.to_local().fill_(float("nan"))

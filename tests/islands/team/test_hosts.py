@@ -10,7 +10,7 @@ import pytest
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.options import IslandOptions
 from archipelago.islands.team import hosts, jax_team
-from archipelago.islands.team.hosts import HostRank, host_rank
+from archipelago.islands.team.hosts import HostRank, alike, host_rank
 from tests.failing import failing
 
 
@@ -44,3 +44,8 @@ def test_a_process_that_waits_in_vain_ends_with_an_error(monkeypatch: pytest.Mon
     error = hosts.connected(IslandOptions(wait_seconds=0.0), HostRank("node0:9000", 2, 1))
     assert (getattr(error, "code", ""), found) == ("hosts.missing", [signal.SIG_DFL])
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_processes_of_one_island_have_the_same_number_of_hosts() -> None:
+    two, three = (alike(IslandOptions(), HostRank("node0:9000", hosts, 1)) for hosts in (2, 3))
+    assert two == alike(IslandOptions(), HostRank("node0:9000", 2, 0)) != three

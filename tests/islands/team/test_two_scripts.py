@@ -113,7 +113,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until, commands: For
 
 def wrong_use_is_refused_in_every_process(played: dict[str, Any]) -> None:
     leader, other = played["refused"]
-    of_all = {"mixed": "loop.sharded", "early": "loop.left"}
+    of_all = {"mixed": "loop.sharded", "alone": "loop.sharded", "early": "loop.left"}
     assert leader == {**of_all, "nan": "loop.not-finite", "no run": "broker.unknown-run"}
     assert other == {**of_all, "nan": "loop.leader-left", "no run": "loop.leader-left"}
 

@@ -165,6 +165,7 @@ def refused(folder: Path, url: str) -> dict[str, Any]:
     memory = "fakeredis://refused"
     return {
         "mixed": code(lambda: archipelago.join(memory, "own", {"a": spread, "b": jnp.zeros(3)})),
+        "alone": code(lambda: archipelago.join(memory, "own", {"a": jnp.zeros(3)})),
         "nan": code(lambda: archipelago.create(memory, "nan", {"a": spread * jnp.nan}, steps=10)),
         "early": code(lambda: archipelago.join(memory, "own", {"a": spread}).sync({"a": spread})),
         "no run": code(lambda: archipelago.join(memory, "none", {"a": spread}).__enter__()),
