@@ -80,10 +80,11 @@ def _flag_error(what: str, remedy: str) -> ConfigError:
     return ConfigError(what, remedy, code="config.value")
 
 
-def alike(options: IslandOptions) -> dict[str, str]:
+def alike(options: IslandOptions, here: HostRank) -> dict[str, str]:
     """Return what all processes of an island must have alike, by its name in words: flags, and versions of packages."""
     versions = (f"{name} {version}" for name, version in sorted(installed_versions().items()))
     flags = {"--run": options.run, "--mesh": options.mesh, "--batch-size": options.batch_size or None}
+    flags["--hosts"] = here.hosts
     return {"Python": platform.python_version(), "packages": ", ".join(versions)} | {
         flag: f"{value}" for flag, value in flags.items()
     }
@@ -147,7 +148,7 @@ def connected(options: IslandOptions, here: HostRank) -> JaxTeam:
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     log.info("host %s of %s waits at %s for the others", here.rank, here.hosts, here.address)
     try:
-        return connect(here, alike(options), seconds + START_SECONDS)
+        return connect(here, alike(options, here), seconds + START_SECONDS)
     finally:
         timer.cancel()
         for number, handler in handlers.items():
