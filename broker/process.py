@@ -74,10 +74,14 @@ AGAIN_SECONDS = 0.05
 
 
 def interruptible() -> None:
-    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt. `guarded` knows of it if a library makes it another error."""
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt. `guarded` recognises it even if a library raises another error.
+
+    A second SIGTERM ends the process at once.
+    """
     _interrupted.clear()
 
     def interrupt(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _interrupted.set()
         raise KeyboardInterrupt
 

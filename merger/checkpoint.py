@@ -54,8 +54,6 @@ class CheckpointStore:
         self.fetch = fetch
         #: Returns checkpoints that must stay because they are being copied.
         self.held: Callable[[], Collection[int]] = tuple
-        #: The checkpoints of later rounds than the newest one (see `after`), which stay, too.
-        self.later: Collection[int] = ()
         #: The stores of all shards of the run, this one among them.
         self.parts: Sequence[CheckpointStore] = (self,)
 
@@ -101,11 +99,19 @@ class CheckpointStore:
 
         There are some where a Redis came back older. Only metadata is read.
         """
+        return {number: last for number, last in self._rounds().items() if last > closed}
+
+    def later(self) -> list[int]:
+        """Return the checkpoints that are of later rounds than the newest one (see `after`)."""
+        rounds = self._rounds()
+        return [number for number, last in rounds.items() if last > rounds[max(rounds)]]
+
+    def _rounds(self) -> dict[int, int]:
         found = dict[int, int]()
         for number in self.numbers():
             with suppress(*_UNREADABLE):
                 found[number] = max(int(each["round"]) for each in self._fields(number)["snapshots"])
-        return {number: last for number, last in found.items() if last > closed}
+        return found
 
     def _fields(self, number: int) -> Fields:
         text = (self.path_of(number) / "metadata" / "metadata").read_text(encoding="utf-8")
@@ -132,8 +138,7 @@ class CheckpointStore:
         failpoint("checkpoint.before")
         try:
             items = _arrays_of(image)
-            self.later = self.after(image.round)
-            besides = {*self.complete()[-1:], *self.held(), *self.later}
+            besides = {*self.complete()[-1:], *self.held(), *self.after(image.round)}
             _save(self.folder, self.keep, besides, image.number, items, _metadata_of(image, items))
         except FILE_FAULTS as error:
             raise ConfigError(

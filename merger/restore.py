@@ -115,9 +115,9 @@ def _warn_of_later(store: CheckpointStore, manifest: Manifest, closed: int) -> N
         log.warning(
             "this Redis came back older: it has run %r up to round %s, and checkpoint %s has it up to round %s. The "
             "run goes on from here, and the rounds after that are lost. The checkpoint is kept until the run has "
-            "passed them. To go on from it instead: stop the mergers, delete the checkpoints with greater numbers in "
-            "%s (and in its bucket), delete the run here (`archipelago rm %s --force`), and start a merger with "
-            "--resume. Invited members need new invitations then.",
+            "passed that round. To go on from it instead: stop the mergers, delete the checkpoints with greater "
+            "numbers from %s and from its bucket, delete the run here (`archipelago rm %s --force`), and start a "
+            "merger with --resume. Invited members need new invitations then.",
             manifest.run, closed, number, later[number], store.folder, manifest.run, extra={"code": "restore.older"},
         )  # fmt: skip
 

@@ -124,7 +124,7 @@ class MergerFolder:
         assert self._bundles is not None  # noqa: S101
 
         def besides() -> list[int]:
-            return [*self.store.later, *(self._complete_in_bucket() if len(self._parts) > 1 else ())]
+            return [*self.store.later(), *(self._complete_in_bucket() if len(self._parts) > 1 else ())]
 
         copier = Copier(self._bundles, self.store.folder, _about(manifest), self.store.keep, besides)
         self.store.held = copier.held

@@ -28,7 +28,8 @@ def main() -> int:
         sys.stderr.write("warning: `ps` shows the password in this URL. Give a join file, or set $ARCHIPELAGO_URL.\n")
     is_launched = len(sys.argv) > 1 and sys.argv[1] in LAUNCHED
     status = guarded(lambda: run(sys.argv[1:], interruptible), supervised=is_launched)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # The interpreter's own end would print a traceback.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # The interpreter's own end would print a traceback.
     if status == INTERRUPTED:  # XLA may still compile on threads of its own, which the interpreter's end would crash.
         try:
             sys.stdout.flush()

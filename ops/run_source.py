@@ -94,12 +94,18 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
             file = Path(source or "")
             folder = file.parent if file.name == ADMIN_FILE and (file.parent / "redis").is_dir() else None
             transport = _connected(stack, source, run)
-            if run and kept is not None and kept.is_dir() and run not in transport.reader.runs():
+            if run and kept is not None and run not in transport.reader.runs() and _has_checkpoint(kept):
                 yield _in_folder(stack, kept.parent, run, starts_redis)  # its Redis has it no more
             else:
                 yield FoundRun(transport, folder, ITS_REDIS, shown(source or ""))
         else:
             yield _in_folder(stack, _folder_of(source), run, starts_redis)
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    from archipelago.merger.storage import MergerFolder
+
+    return bool(MergerFolder(folder).store.numbers())
 
 
 def _is_at_redis(source: str, starts_redis: bool) -> bool:

@@ -28,6 +28,8 @@ VOCABULARY_MAX = 1 << 20
 _FILE_BYTES_MAX = 256 << 20
 #: Text that a byte-level tokenizer keeps: words, white space, several scripts, and a character of four bytes.
 _SAMPLE = "The Quick fox's\n\n\tif x == 10:  # Häfen, 港, \U0001f30a\r\n <end>"
+#: The bytes that UTF-8 has. The tokenizer of GPT-NeoX has no tokens for others.
+_OF_TEXT = frozenset(range(BYTES)) - {0xC0, 0xC1, *range(0xF5, BYTES)}
 _SPEC = re.compile(r"bpe:([0-9]{1,9})")
 
 #: uint8 if a token is a byte, else uint16, or uint32 for a vocabulary of more than 65,536 tokens.
@@ -217,8 +219,8 @@ def _checked(tokenizer: TextTokenizer) -> TextTokenizer:
         raise _not_byte_level(f"cannot encode any text ({error!s:.100})") from None
     if found.removeprefix(b" ") != _SAMPLE.encode():
         raise _not_byte_level("changes text")
-    if missing := {bytes([byte]) for byte in range(BYTES)} - {*tokenizer._bytes}:
-        raise _not_byte_level(f"has no token for {len(missing)} of the {BYTES} bytes, and drops them from text")
+    if missing := {bytes([byte]) for byte in _OF_TEXT} - {*tokenizer._bytes}:
+        raise _not_byte_level(f"has no token for {len(missing)} of the {len(_OF_TEXT)} bytes of UTF-8, and drops them")
     return tokenizer
 
 

@@ -306,8 +306,9 @@ def _require_alone() -> None:
     processes = torch.distributed
     if processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1:
         raise ConfigError(
-            f"this is one of {processes.get_world_size()} processes, and the model is in no DistributedDataParallel",
-            "Give `join` the wrapped model, and not its `module`, in every process. Or start processes that are to be "
-            "islands of their own without `init_process_group`.",
+            f"this is one of {processes.get_world_size()} processes, and the model is not wrapped in "
+            "DistributedDataParallel",
+            "Give `join` the wrapped model, and not its `module`, in every process. To make each process an island of "
+            "its own, wrap the model for a process group of that process alone.",
             code="loop.sharded",
         )

@@ -260,7 +260,8 @@ def join(
             raise ConfigError(
                 f"this is one of {processes} processes that `jax.distributed` connects, and the parameters are on this "
                 "one alone",
-                "Put them on a mesh of all devices: NamedSharding(mesh, PartitionSpec()) keeps an array whole on each.",
+                "Put them on a mesh of all devices: NamedSharding(mesh, PartitionSpec()) keeps an array whole on each. "
+                "To make each process an island of its own, do not connect them.",
                 code="loop.sharded",
             )
         return JoinedRun(given)

@@ -142,7 +142,7 @@ def create(
     Raises:
         ConfigError: Islands of a lost run of that name are alive (`init.islands-live`), or there are more shards than
             fragments (`config.value`).
-        MismatchError: The run exists with another config or number of shards, or began with other weights.
+        MismatchError: The run exists with another config or number of shards, or began without the given weights.
         DataError: The weights do not fit the model.
     """
     keep_compiled()
@@ -166,17 +166,26 @@ def create(
             return manifest, True
         found = transport.reader.manifest()
     require_same(found, config, task)
-    began = found.versions.get("weights", "")
-    if weights is not None and (name := weights.resolve().name) != began:
-        raise MismatchError(
-            "weights", began or "none", name,
-            "Leave out --from to go on with the run, or name another run with --run. To give this one up: "
-            f"`archipelago rm {found.run}`.",
-            code="config.other-settings",
-            what=f"the run {found.run!r} is there already. It began with {began or 'new weights'}, not with {name}",
-        )  # fmt: skip
+    require_began_with(found, weights)
     require_shards(found, shards)
     return found, False
+
+
+def require_began_with(found: Manifest, weights: Path | None) -> None:
+    """Raise MismatchError if a run began with fresh parameters, and the user gives weights. Warn of other names."""
+    if weights is None:
+        return
+    began, name = found.versions.get("weights", "").partition(" ")[0], weights.resolve().name
+    if not began:
+        raise MismatchError(
+            "weights", "none", name,
+            "Leave out --from to go on with the run, or name another run with --run.",
+            code="config.other-settings",
+            what=f"the run {found.run!r} is there already. It began with fresh parameters, and not with {weights}",
+        )  # fmt: skip
+    if began != name:
+        say(f"warning: the run {found.run!r} is there already, and began with weights of the name {began!r}: --from "
+            "changes nothing")  # fmt: skip
 
 
 def workload_of(config: RunConfig, task: str | None, weights: Path | None = None) -> Workload:

@@ -30,7 +30,7 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours, put_back
 from archipelago.ops.launch.devices import MEMORY_SHARE, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
-from archipelago.ops.launch.init import create, require_same, text_of, trainable
+from archipelago.ops.launch.init import create, require_began_with, require_same, text_of, trainable
 from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
@@ -149,7 +149,7 @@ def main(options: UpOptions) -> int:
         run_report.write(folder, report)
     _farewell(report, finished, folder, options)
     if number := kept.missing_in_bucket():
-        say(f"  warning: the bucket lacks checkpoint {number} of {kept.path}; the merger's log says why")
+        say(f"  warning: the bucket does not have checkpoint {number} of {kept.path} yet; the merger's log says why")
     if finished or stopped():
         return 0 if finished else INTERRUPTED
     say(f"  its islands have left before its end: `archipelago status {shlex.quote(str(folder))}` says why")
@@ -229,6 +229,7 @@ def _extended(transport: Transport, found: Manifest, config: RunConfig, options:
     inner.steps, the run keeps its length: the default is that of new runs. Raises MismatchError, before anything
     changes, if another setting is not the run's.
     """
+    require_began_with(found, options.from_)
     own, now, wanted = found.config.inner.steps, run_steps(found.config, transport.reader.control()), config.inner.steps
     if wanted == RunConfig().inner.steps and not is_given(f"--{STEPS}", options.config):
         wanted = now

@@ -119,8 +119,9 @@ def fitting_cycle(
         has_redis = found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
         return has_redis and found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
 
+    elements = sum(tensor.size for tensor in tensors) or parameters
     for shards in range(1, min(SHARDS_MAX, most) + 1):
-        of_run = config, parameters, min(fragments * shards, most), islands, shards
+        of_run = config, elements, min(fragments * shards, most), islands, shards
         # Equal parts need the least, and are soon computed.
         if fits(cycle(*of_run)) and fits(found := cycle(*of_run, tensors=tensors)):
             return found

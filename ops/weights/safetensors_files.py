@@ -227,9 +227,9 @@ def require_model(files: WeightFiles, size: str) -> None:
     kind = files.config.get("model_type", OWN_KIND)
     theirs = size_of(files.config) if kind == "llama" and size in DENSE else None
     if kind not in ("llama", OWN_KIND) or (theirs and theirs != DENSE[size]):
-        found = f"a Llama with {theirs}" if theirs else f"a {kind!r:.40}"
+        found = f"a Llama with {theirs}, and the model {size!r} has {DENSE[size]}" if theirs else f"a {kind!r:.40}"
         raise ConfigError(
-            f"the weights in {files.path} are of {found}, by the config.json there, and not of the model {size!r}",
+            f"the config.json beside the weights in {files.path} describes {found}",
             "Give weights of that model, or train theirs by a script or a task of your own.",
             code="llama.different",
         )

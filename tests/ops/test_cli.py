@@ -145,7 +145,7 @@ def test_the_first_process_of_a_container_ends_on_sigterm_from_the_start(monkeyp
     monkeypatch.setattr(sys, "argv", ["archipelago", "--version"])
     for pid in (1, 4711):
         handled = set[int]()
-        monkeypatch.setattr(signal, "signal", lambda number, _handler, handled=handled: handled.add(number))
+        monkeypatch.setattr(signal, "signal", lambda number, how, to=handled: how is cli._end and to.add(number))
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
         assert cli.main() == 0
         assert (signal.SIGTERM in handled) == (pid == 1)

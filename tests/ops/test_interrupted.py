@@ -61,6 +61,21 @@ def test_ctrl_c_during_the_start_leaves_no_traceback(module: str, args: list[str
     assert said.splitlines()[-1] == "interrupted"
 
 
+def test_sigterm_ends_a_verb_as_ctrl_c_does_and_a_second_one_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        interruptible()
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert guarded(main) == 130
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_an_interrupted_library_may_raise_another_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Extension modules turn KeyboardInterrupt into ImportError when they are interrupted while they load."""
 

@@ -23,6 +23,7 @@ from archipelago.ops.experiments.replay import ReplayOptions
 from archipelago.ops.experiments.replay import main as replay
 from archipelago.ops.launch.init import InitOptions, next_steps
 from archipelago.ops.launch.init import main as init
+from archipelago.ops.run_source import open_run
 from archipelago.ops.watch.doctor.main import DoctorOptions
 from archipelago.ops.watch.doctor.main import main as doctor
 from archipelago.ops.watch.status import StatusOptions
@@ -159,6 +160,11 @@ def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served)
         np.testing.assert_array_equal(np.asarray(named[name]), np.asarray(value))
 
 
-def test_a_checkpoint_is_not_steered(served: Served) -> None:
+def test_a_checkpoint_is_not_steered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with failing(ConfigError, "config.which-run"):
+        steer(SteerOptions("own", changes=("merging=paused",)))
+    monkeypatch.setenv("ARCHIPELAGO_URL", f"fakeredis://{uuid.uuid4().hex}")  # which has the run no more
+    with open_run("own", None, starts_redis=True) as found:
+        assert found.origin.startswith("checkpoint")
     with failing(ConfigError, "config.which-run"):
         steer(SteerOptions("own", changes=("merging=paused",)))

@@ -91,7 +91,7 @@ def test_odd_names_and_links_are_no_trouble(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     files, skipped = visible_files(folder)
-    assert choose(files, skipped).reading.skipped == {"hidden": 1, "link to a folder": 1}
+    assert choose(files, skipped).reading.skipped == {"hidden": 1, "links to folders": 1}
     assert len(files) == 1
 
 
@@ -112,7 +112,7 @@ def test_folders_that_cannot_be_read_are_counted(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "scandir", refused)
     monkeypatch.setattr(Path, "is_file", no_entry)
     files, skipped = visible_files(folder)
-    assert ([path.name for path in files], skipped) == (["c.txt"], {"unreadable": 1, "unreadable folder": 1})
+    assert ([path.name for path in files], skipped) == (["c.txt"], {"unreadable": 1, "unreadable folders": 1})
 
 
 @settings(max_examples=examples(100))

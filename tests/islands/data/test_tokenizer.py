@@ -142,6 +142,11 @@ def test_tokenizers_that_change_text_or_know_words_only_are_refused(tmp_path: Pa
     used = sorted({tokenizer._CHARACTERS[byte] for text in [tokenizer._SAMPLE, *LINES] for byte in text.encode()})
     some["model"]["vocab"] = {name: n for n, name in enumerate(used)}
     some["model"]["merges"] = []
+    neox = json.loads(LEARNED.to_json())
+    neox["model"]["vocab"] = {tokenizer._CHARACTERS[byte]: n for n, byte in enumerate(sorted(tokenizer._OF_TEXT))}
+    neox["model"]["merges"] = []
+    (tmp_path / tokenizer.FILE).write_text(json.dumps(neox))
+    assert tokenizer.from_file(tmp_path / tokenizer.FILE).vocabulary == 243, "UTF-8 has no other bytes"
     for inner in (lower, pieces, Tokenizer.from_str(json.dumps(some))):
         inner.save(str(tmp_path / tokenizer.FILE))
         with failing(DataError, "tokenizer.not-byte-level"):
