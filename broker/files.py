@@ -38,6 +38,8 @@ _REMEDIES = {
 #: The names of staged folders, and the time without a new entry after which a killed process has left one.
 _STAGED = re.compile(r"\..+\.staged-[0-9a-f]{8}")
 ABANDONED_SECONDS = 24 * 3600.0
+#: No process writes one file for this long.
+LEFT_SECONDS = 3600.0
 #: The beginning of a path that was a URL, such as that of a bucket.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 #: The errors that Orbax and tensorstore raise for files that are damaged or cannot be written: those of any library.
@@ -103,11 +105,25 @@ def write_atomically(path: Path, content: bytes | str | Sequence[bytes], *, mode
             file.writelines([whole] if isinstance(whole, bytes) else whole)
             file.flush()
             os.fsync(file.fileno())
+        _delete_left(stage, path.name)
         stage.replace(path)
     except BaseException:
         stage.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def _delete_left(stage: Path, name: str) -> None:
+    """Delete what processes that were killed while they wrote a file of that name have left beside `stage`.
+
+    For an optimiser's state, that is as large as the model. Ages are differences between times of the file system.
+    """
+    pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}")
+    with suppress(OSError):  # the next write tries again
+        now = stage.stat().st_mtime
+        for path in stage.parent.iterdir():
+            if pattern.fullmatch(path.name) and now - path.stat().st_mtime > LEFT_SECONDS:
+                path.unlink()
 
 
 def make_untracked(folder: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import (
+    LEFT_SECONDS,
     PRIVATE,
     file_error,
     make_untracked,
@@ -74,6 +75,17 @@ def test_staged_folders_of_killed_processes_are_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_what_a_killed_process_has_left_of_a_file_is_deleted_with_the_next_write(tmp_path: Path) -> None:
+    names = [".state.0123abcd", ".state.89abcdef", ".other.0123abcd", ".state.backup12"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"left")
+        age = 0.0 if name == ".state.89abcdef" else LEFT_SECONDS + 60.0  # that one may still be written
+        seconds = (tmp_path / name).stat().st_mtime - age
+        os.utime(tmp_path / name, (seconds, seconds))
+    write_atomically(tmp_path / "state", b"new")
+    assert {path.name for path in tmp_path.iterdir()} == {*names[1:], "state"}
+
+
 def test_git_ignores_a_new_folder_but_not_one_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for folder in (tmp_path / "mine", tmp_path / "runs" / "demo", tmp_path / "runs" / "demo" / "islands"):
