@@ -105,7 +105,7 @@ def write_atomically(path: Path, content: bytes | str | Sequence[bytes], *, mode
             file.writelines([whole] if isinstance(whole, bytes) else whole)
             file.flush()
             os.fsync(file.fileno())
-        _delete_left(stage, path.name)
+        _delete_left(stage, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}"), LEFT_SECONDS)
         stage.replace(path)
     except BaseException:
         stage.unlink(missing_ok=True)
@@ -113,17 +113,18 @@ def write_atomically(path: Path, content: bytes | str | Sequence[bytes], *, mode
     sync(path.parent)
 
 
-def _delete_left(stage: Path, name: str) -> None:
-    """Delete what processes that were killed while they wrote a file of that name have left beside `stage`.
+def _delete_left(stage: Path, names: re.Pattern[str], seconds: float) -> None:
+    """Delete files and folders of these names beside a new one that killed processes have left there.
 
-    For an optimiser's state, that is as large as the model. Ages are differences between times of the file system.
+    An optimiser's state is as large as the model. Ages are differences between times that the file system wrote: the
+    clock of this machine may be wrong.
     """
-    pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}")
-    with suppress(OSError):  # the next write tries again
-        now = stage.stat().st_mtime
-        for path in stage.parent.iterdir():
-            if pattern.fullmatch(path.name) and now - path.stat().st_mtime > LEFT_SECONDS:
-                path.unlink()
+    with suppress(OSError):  # the next call tries again
+        now, others = stage.stat().st_mtime, [*stage.parent.iterdir()]
+        for path in others:
+            with suppress(OSError):
+                if names.fullmatch(path.name) and now - path.stat().st_mtime > seconds:
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def make_untracked(folder: Path) -> None:
@@ -180,24 +181,12 @@ def staged_folder(target: Path) -> Iterator[Path]:
     stage = target.absolute().parent / f".{target.name}.staged-{secrets.token_hex(4)}"
     stage.mkdir(parents=True)
     try:
-        _delete_abandoned(stage)
+        _delete_left(stage, _STAGED, ABANDONED_SECONDS)
         yield stage
         stage.rename(target)
         sync(stage.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-
-
-def _delete_abandoned(stage: Path) -> None:
-    """Delete the staged folders of killed processes beside a new one.
-
-    Ages are differences between times that the file system wrote: the clock of this machine may be wrong.
-    """
-    now = stage.stat().st_mtime
-    for path in stage.parent.glob(".*.staged-*"):
-        with suppress(OSError):
-            if _STAGED.fullmatch(path.name) and now - path.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def in_words(error: BaseException) -> str:
