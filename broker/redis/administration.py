@@ -190,7 +190,7 @@ class MemberRecords:
 
     def may_administer(self) -> bool:
         """Return whether the server lets this connection read and change its users."""
-        return self._administer("ACL", "USERS") is not None
+        return self.users() is not None
 
     def set_user(self, user: str, password: str, rules: Sequence[str]) -> bool:
         """Create or replace a user. Its present connections end. Return False if a server does not permit that."""
@@ -200,10 +200,10 @@ class MemberRecords:
         self._everywhere("CLIENT", "KILL", "USER", user)
         return True
 
-    def has_user(self, user: str) -> bool | None:
-        """Return whether a user exists; None if the server does not let this connection look."""
-        users = self._administer("ACL", "USERS")
-        return None if users is None else user.encode() in users
+    def users(self) -> frozenset[str] | None:
+        """Return the names of all users; None if the server does not let this connection look."""
+        found = self._administer("ACL", "USERS")
+        return None if found is None else frozenset(user.decode("utf-8", "replace") for user in found)
 
     def remove_user(self, user: str) -> bool | None:
         """Delete a user, and so its connections. Return whether there was one; None if a server does not permit it."""

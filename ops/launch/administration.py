@@ -250,9 +250,10 @@ def put_back(administrator: Administrator, *, has_lost: bool, renewed: Collectio
     """
     if has_lost and (names := administrator.put_back()):
         say(f"this Redis had lost the members of the run {administrator.run!r}: {', '.join(names)} are put back")
-    membership = administrator.membership
-    others = sorted(membership.all().by_name.keys() - {*renewed})
-    if lost := [name for name in others if membership.has_user(administrator.user_of(name)) is False]:
+    users, members = administrator.membership.users(), administrator.membership.all().by_name
+    own = {name: member.user or roles.user_of(administrator.run, name) for name, member in members.items()}
+    lost = [name for name in sorted(own) if users is not None and own[name] not in users and name not in renewed]
+    if lost:
         say(f"this Redis has no users for {', '.join(lost)}: invite each of them again, with --replace")
 
 
