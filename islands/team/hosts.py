@@ -83,8 +83,9 @@ def _flag_error(what: str, remedy: str) -> ConfigError:
 def alike(options: IslandOptions, here: HostRank) -> dict[str, str]:
     """Return what all processes of an island must have alike, by its name in words: flags, and versions of packages."""
     versions = (f"{name} {version}" for name, version in sorted(installed_versions().items()))
-    flags = {"--run": options.run, "--mesh": options.mesh, "--batch-size": options.batch_size or None}
-    flags["--hosts"] = here.hosts
+    flags = {
+        "--run": options.run, "--mesh": options.mesh, "--batch-size": options.batch_size or None, "--hosts": here.hosts,
+    }  # fmt: skip
     return {"Python": platform.python_version(), "packages": ", ".join(versions)} | {
         flag: f"{value}" for flag, value in flags.items()
     }

@@ -171,8 +171,11 @@ def evaluated(view: RunView, now: float) -> str:
         return f"no held-out loss yet: one island evaluates as soon as it trains{if_any}"
     by = f" by {newest.by}" if newest.by else ""
     behind = view.rounds - newest.round
-    rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
-    rounds = "before the run went back" if behind < 0 and not view.manifest.shards > 1 else rounds
+    rounds = "the newest"
+    if behind > 0:
+        rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago"
+    elif behind < 0 and view.manifest.shards == 1:
+        rounds = "before the run went back"
     age = ago(max(0.0, now - newest.unix_seconds))
     return f"held-out loss of round {newest.round:,} ({rounds}), evaluated {age} ago{by}"
 

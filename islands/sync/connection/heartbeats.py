@@ -194,8 +194,10 @@ class Heartbeats:
         beat = replace(self.first, unreadable=unreadable)
         for before in (presence.heartbeat for presence in self._transport.reader.presences()):
             if before.island == self.name:  # an earlier incarnation, whose totals stay
-                beat = replace(beat, steps=before.steps, tokens=before.tokens)
-                beat = replace(beat, bytes_up=before.bytes_up, bytes_down=before.bytes_down)
+                beat = replace(
+                    beat,
+                    steps=before.steps, tokens=before.tokens, bytes_up=before.bytes_up, bytes_down=before.bytes_down,
+                )  # fmt: skip
         for channel in self._channels:
             channel.transport.island.heartbeat(beat)
 
