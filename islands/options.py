@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import BATCH_FACTOR_MAX
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
@@ -34,7 +33,9 @@ class IslandOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     restarts.
     """
     folder: Path | None = None
-    """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME."""
+    """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME. An island with a random name keeps
+    none without it.
+    """
     task: str | None = None
     """The task of the run, FILE.py:NAME, if it trains a task of its users (docs/guide/tasks.md)."""
     mesh: str | None = None
@@ -72,12 +73,10 @@ def require_valid(options: IslandOptions) -> None:
     require_number("--evaluate-every", options.evaluate_every, remedy)
 
 
-def own_bucket(options: IslandOptions, run: str, name: str) -> BucketFolder | None:
-    """Return the folder of the island's copies in a bucket. An island with a random name cannot come back to them."""
+def is_random(options: IslandOptions) -> bool:
+    """Return whether the island's name is random, so that no later start has it."""
     invited = options.invitation()
-    if options.name is None and not (invited and invited.island):
-        return None
-    return options.bucket_folder(run, "islands", name)
+    return options.name is None and not (invited and invited.island)
 
 
 def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:

@@ -20,7 +20,7 @@ from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
-from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
+from archipelago.islands.options import IslandOptions, is_random, own_task, require_valid
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import Evaluator
@@ -58,7 +58,8 @@ def run_island(
 class WorkerRun(Membership):
     """The membership of our worker."""
 
-    _store: IslandStore
+    #: None for an island that keeps no checkpoints.
+    _store: IslandStore | None = None
     #: What the worker trains, and with which programs.
     _prepared: PreparedIsland
     _curves: CurveWriter | None = None
@@ -98,9 +99,9 @@ class WorkerRun(Membership):
             while not (stopped() or run.finished):
                 run.sync(*island.make_steps())
             self._health.leave()
-        if self._state == "replaced":
+        if self._store is not None and self._state == "replaced":
             self._store.close()
-        else:
+        elif self._store is not None:
             with progress("writing the last checkpoint"):
                 self._store.finish(self.worker)
         return _summary(self.worker, self._state)
@@ -124,7 +125,6 @@ class WorkerRun(Membership):
         options, self._origin.run = self._options, manifest.run
         folder = options.folder or Path("runs") / manifest.run / "islands" / name
         task = own_task(options, manifest)
-        bucket = own_bucket(options, manifest.run, name)
         keep_compiled()
         if self._team is not None:
             self._team.share_manifest(manifest)
@@ -138,15 +138,21 @@ class WorkerRun(Membership):
         if self._team is not None:
             self._team.agree()
             self._prepared.team = self._team
-        with suppress(OSError):  # An island trains without checkpoints where it cannot write.
-            make_untracked(folder)
-        self._store = IslandStore(folder, manifest, bucket)
-        self._curves = CurveWriter(options.event_file(folder), lambda: point(self.worker))
+        events = options.event_file(folder)
+        if options.folder or not is_random(options):  # else no later start would find them
+            bucket = None if is_random(options) else options.bucket_folder(manifest.run, "islands", name)
+            self._store = IslandStore(folder, manifest, bucket)
+        if self._store is not None or events is not None:
+            with suppress(OSError):  # An island trains without checkpoints where it cannot write.
+                make_untracked(folder)
+        self._curves = CurveWriter(events, lambda: point(self.worker))
 
     def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Island:
+        store = self._store
         return self._prepared.island(
-            name, self._incarnation, link, arrivals, self._options.scan_steps, lambda of, _: self._store.on_marker(of)
-        )
+            name, self._incarnation, link, arrivals, self._options.scan_steps,
+            (lambda of, _: store.on_marker(of)) if store is not None else None,
+        )  # fmt: skip
 
     def _warm_up(self) -> None:
         self._evaluator = self._evaluates()

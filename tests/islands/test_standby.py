@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +22,7 @@ from archipelago.broker.process import Patience
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main, running
 from archipelago.islands import prepared as preparing
+from archipelago.islands.checkpoint import FILE
 from archipelago.islands.main import Assignment, assignment
 from archipelago.islands.models import registry
 from archipelago.islands.models.transformer import transformer
@@ -133,14 +133,13 @@ def test_an_island_may_have_batches_of_its_own_size(stored: Stored) -> None:
 def run(
     stored: Stored,
     prepared: PreparedIsland | None,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path | None,
     scan_steps: int = 1,
-    **more: Any,
+    name: str | None = None,
 ) -> Island:
     """Build an island that leaves before its first step, and return it."""
     options = main.IslandOptions(
-        url=stored.url, run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False, **more
+        url=stored.url, run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False, name=name
     )
     worker = running.WorkerRun(options, "oslo", lambda: True, Origin("oslo"), prepared)
     assert worker.train()["state"] == "left"
@@ -156,10 +155,24 @@ def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(
     assert [key for key, held in stored.held().items() if before.get(key) != held] == []
     assert stored.transport.reader.presences() == []
     monkeypatch.setattr(preparing, "prepare", pytest.fail)
-    island = run(stored, prepared, tmp_path, monkeypatch, scan_steps=2)
+    island = run(stored, prepared, tmp_path, scan_steps=2)
     assert island.name == "oslo"
     assert island.computation.steps is prepared.workload.steps
     assert island.scan_steps == 2
+
+
+def test_an_island_keeps_a_state_only_where_a_later_start_finds_it(
+    prepared: PreparedIsland, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random name never comes back."""
+    monkeypatch.chdir(tmp_path)
+    for name, folder, kept in (
+        (None, None, []),
+        (None, Path("own"), [Path("own")]),
+        ("oslo", None, [Path("own"), Path("runs/demo/islands/oslo")]),
+    ):
+        run(stored, prepared, folder, name=name)
+        assert sorted(path.parent for path in Path().rglob(FILE)) == kept
 
 
 @pytest.fixture
