@@ -35,11 +35,9 @@ _REMEDIES = {
     errno.EIO: ("file.disk", "The disk may be damaged. Choose a folder on another disk."),
     errno.EMFILE: ("file.too-many", "Raise the limit of open files (ulimit -n)."),
 }
-#: The names of staged folders, and the time without a new entry after which a killed process has left one.
+#: The names of staged files and folders, and the time without a change after which a killed process has left one.
 _STAGED = re.compile(r"\..+\.staged-[0-9a-f]{8}")
-ABANDONED_SECONDS = 24 * 3600.0
-#: No process writes one file for this long.
-LEFT_SECONDS = 3600.0
+LEFT_SECONDS = 24 * 3600.0
 #: The beginning of a path that was a URL, such as that of a bucket.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 #: The errors that Orbax and tensorstore raise for files that are damaged or cannot be written: those of any library.
@@ -99,13 +97,13 @@ def write_atomically(path: Path, content: bytes | str | Sequence[bytes], *, mode
         OSError: The disk did not take the content. The old file is still there.
     """
     whole = content.encode() if isinstance(content, str) else content
-    stage = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    stage = stage_of(path)
     try:
         with os.fdopen(os.open(stage, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.writelines([whole] if isinstance(whole, bytes) else whole)
             file.flush()
             os.fsync(file.fileno())
-        _delete_left(stage, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}"), LEFT_SECONDS)
+        _delete_left(stage)
         stage.replace(path)
     except BaseException:
         stage.unlink(missing_ok=True)
@@ -113,8 +111,13 @@ def write_atomically(path: Path, content: bytes | str | Sequence[bytes], *, mode
     sync(path.parent)
 
 
-def _delete_left(stage: Path, names: re.Pattern[str], seconds: float) -> None:
-    """Delete files and folders of these names beside a new one that killed processes have left there.
+def stage_of(path: Path) -> Path:
+    """Return a hidden name beside a file or folder. What is left there under it is deleted after `LEFT_SECONDS`."""
+    return path.with_name(f".{path.name}.staged-{secrets.token_hex(4)}")
+
+
+def _delete_left(stage: Path) -> None:
+    """Delete staged files and folders beside a new one that killed processes have left there.
 
     An optimiser's state is as large as the model. Ages are differences between times that the file system wrote: the
     clock of this machine may be wrong.
@@ -123,7 +126,7 @@ def _delete_left(stage: Path, names: re.Pattern[str], seconds: float) -> None:
         now, others = stage.stat().st_mtime, [*stage.parent.iterdir()]
         for path in others:
             with suppress(OSError):
-                if names.fullmatch(path.name) and now - path.stat().st_mtime > seconds:
+                if _STAGED.fullmatch(path.name) and now - path.stat().st_mtime > LEFT_SECONDS:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
@@ -178,10 +181,10 @@ def staged_folder(target: Path) -> Iterator[Path]:
     Such folders that killed processes have left beside `target` are deleted. Raises OSError if the disk refuses it, or
     if `target` is there already and is not an empty folder.
     """
-    stage = target.absolute().parent / f".{target.name}.staged-{secrets.token_hex(4)}"
+    stage = stage_of(target.absolute())
     stage.mkdir(parents=True)
     try:
-        _delete_left(stage, _STAGED, ABANDONED_SECONDS)
+        _delete_left(stage)
         yield stage
         stage.rename(target)
         sync(stage.parent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from archipelago.broker.errors import ConfigError, require_number
-from archipelago.broker.files import make_untracked, sync
+from archipelago.broker.files import make_untracked, stage_of, sync
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import print_json
 from archipelago.islands.user_loop.following import follow
@@ -72,15 +71,14 @@ def publish(target: Path, keep: int) -> None:
 
     Later ones are of rounds that the run lost when it went back to a checkpoint.
     """
-    folder, link = target.parent, target.with_name(f".{LATEST}.{secrets.token_hex(4)}")
+    folder, link = target.parent, stage_of(target.with_name(LATEST))
     link.symlink_to(target.name)
     link.replace(folder / LATEST)
     sync(folder)
     versions = _versions(folder)
     kept = versions[: versions.index(target) + 1][-keep:]
     for old in [each for each in versions if each not in kept]:
-        hidden = old.with_name(f".{old.name}.staged-{secrets.token_hex(4)}")  # deleted later if this process dies here
-        old.rename(hidden)
+        hidden = old.rename(stage_of(old))  # deleted later if this process dies here
         shutil.rmtree(hidden, ignore_errors=True)
 
 

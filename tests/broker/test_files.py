@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -63,29 +64,23 @@ def test_a_staged_folder_appears_completely_or_not_at_all(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_staged_folders_of_killed_processes_are_deleted(tmp_path: Path) -> None:
-    for name in (killed := ".12.staged-0123abcd", young := ".12.staged-0123abce", mine := ".12.staged-notes"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("content")
-    for name in (killed, mine):
-        os.utime(tmp_path / name, (0.0, 0.0))
-    with staged_folder(tmp_path / "out"):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} == {young, mine, "out"}
+def test_the_next_write_deletes_what_killed_processes_have_left(tmp_path: Path) -> None:
+    names = folder, file, young, mine = [f".12.staged-{end}" for end in ("0123abcd", "0123abce", "0123abcf", "notes")]
+    for writes in (
+        lambda: write_atomically(tmp_path / "new", b""),
+        lambda: staged_folder(tmp_path / "out").__enter__(),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "content").touch()
+        for name in names[1:]:
+            (tmp_path / name).touch()
+        for name in (folder, file, mine):
+            os.utime(tmp_path / name, (0.0, time.time() - LEFT_SECONDS - 60.0))
+        writes()
+        assert {folder, file, young, mine} & {path.name for path in tmp_path.iterdir()} == {young, mine}
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_what_a_killed_process_has_left_of_a_file_is_deleted_with_the_next_write(tmp_path: Path) -> None:
-    names = [".state.0123abcd", ".state.89abcdef", ".other.0123abcd", ".state.backup12"]
-    for name in names:
-        (tmp_path / name).write_bytes(b"left")
-        age = 0.0 if name == ".state.89abcdef" else LEFT_SECONDS + 60.0  # that one may still be written
-        seconds = (tmp_path / name).stat().st_mtime - age
-        os.utime(tmp_path / name, (seconds, seconds))
-    write_atomically(tmp_path / "state", b"new")
-    assert {path.name for path in tmp_path.iterdir()} == {*names[1:], "state"}
-
-
 def test_git_ignores_a_new_folder_but_not_one_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for folder in (tmp_path / "mine", tmp_path / "runs" / "demo", tmp_path / "runs" / "demo" / "islands"):
