@@ -16,6 +16,8 @@ ALIVE, READY = "/healthz", "/readyz"
 #: A loop that has made no turn for this long hangs. One turn may hold a slow inner step, a compilation, or the merge of
 #: a large fragment, so the bound is far above all of them.
 HANG_SECONDS: Final = 900.0
+#: A connection that says nothing for this long is closed, because each has a thread.
+SILENT_SECONDS = 10.0
 
 
 class Health:
@@ -76,6 +78,8 @@ def serve(port: int, host: str, health: Health) -> int:
     probes = {ALIVE: health.alive, READY: health.ready}
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = SILENT_SECONDS
+
         def do_GET(self) -> None:
             """Answer a probe with status 200 or 503."""
             probe = probes.get(self.path, lambda: (False, "there are /healthz and /readyz"))

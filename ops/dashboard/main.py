@@ -103,7 +103,7 @@ def serving(boards: Boards, host: str, port: int, names: Sequence[str] = ()) -> 
     app = application(boards, own_names(host).union(names))
     with _listening(host, port) as listener, boards:
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,
+            app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,
             server_header=False, ws="none",
         )  # fmt: skip
         server = uvicorn.Server(config)

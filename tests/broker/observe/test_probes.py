@@ -6,6 +6,8 @@ import socket
 import urllib.error
 import urllib.request
 
+import pytest
+
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe import probes
 from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
@@ -72,6 +74,13 @@ def answer(port: int, path: str) -> tuple[int, str]:
             return found.status, found.read().decode()
     except urllib.error.HTTPError as refused:
         return refused.code, refused.read().decode()
+
+
+def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "SILENT_SECONDS", 0.01)
+    port = probes.serve(0, "127.0.0.1", Health())
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
+        assert silent.recv(1) == b""
 
 
 def test_probes_are_served() -> None:
