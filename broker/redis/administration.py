@@ -152,10 +152,7 @@ class MemberRecords:
         self._redis, self._keys = connection.redis, connection.keys
 
     def all(self) -> Members:
-        found: Any = {}
-        with self._connection.forgiving(self._keys.members, "a hash"):
-            found = self._redis.hgetall(self._keys.members)
-        return Members.of(text_fields(found))
+        return Members.of(text_fields(self._connection.hash_at(self._keys.members)))
 
     def version(self) -> tuple[int, ...]:
         """Return the version of the server, as Redis counts it, in two numbers."""

@@ -177,6 +177,13 @@ class RedisConnection:
                 raise
             self.warn_once(key, WireError(f"it is not {kind}"))
 
+    def hash_at(self, key: str) -> Raw:
+        """Return the fields of a hash; none if the key does not exist, or holds another type of value."""
+        found: Raw = {}
+        with self.forgiving(key, "a hash"):
+            found = self.redis.hgetall(key)
+        return dict(found)
+
     @contextmanager
     def transaction(self) -> Iterator[Any]:
         """Yield a pipeline whose commands the server executes together when the block ends."""
@@ -238,10 +245,7 @@ class RedisConnection:
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         """Return the cursor of each started range of text."""
-        found: Raw = {}
-        with self.forgiving(self.keys.data, "a hash"):
-            found = self.redis.hgetall(self.keys.data)
-        return self.parsed_cursors(text_fields(found))
+        return self.parsed_cursors(text_fields(self.hash_at(self.keys.data)))
 
     def parsed_cursors(self, fields: Mapping[str, str]) -> dict[str, tuple[int, int]]:
         """Return the cursors in the fields. A cursor that cannot be read counts as the beginning of the range."""
@@ -258,7 +262,7 @@ class RedisConnection:
 
         This is a pipeline without a transaction, because a server at its memory limit refuses every transaction.
         """
-        with self.redis.pipeline(transaction=False) as pipe:
+        with self.translated(), self.redis.pipeline(transaction=False) as pipe:
             for name, *arguments in commands:
                 getattr(pipe, name)(*arguments)
             answers = checked(pipe.execute(raise_on_error=False))

@@ -78,8 +78,8 @@ class RedisIsland:
 
     def look_around(self, island: str, claim: NameClaim | None) -> Around:
         own = self._own(island)
-        with self._connection.translated():  # other types of value under these keys must not stop the island
-            signs, stored, uid, *found = self._connection.tolerant(*own.looks)
+        # Other types of value under these keys must not stop the island.
+        signs, stored, uid, *found = self._connection.tolerant(*own.looks)
         if signs and not self._signing.is_on:
             self._members.require_unsigned()
         if claim is not None:
@@ -185,8 +185,7 @@ class RedisIsland:
         if not ranges:
             return {}, {}
         leases = [("getrange", self._keys.taken(name), 0, LEASE_MAX) for name in ranges]
-        with self._connection.translated():
-            stored, *found = self._connection.tolerant(("hmget", self._keys.data, list(ranges)), *leases)
+        stored, *found = self._connection.tolerant(("hmget", self._keys.data, list(ranges)), *leases)
         cursors = dict.fromkeys(ranges, (0, 0)) | self._connection.parsed_cursors(_texts(ranges, stored or ()))
         return cursors, {name: holder_in(text, cursors[name][0]) for name, text in _texts(ranges, found).items()}
 
@@ -234,7 +233,6 @@ class RedisIsland:
         with self._connection.transaction() as pipe:
             pipe.hsetnx(self._keys.requests, who, "")
             pipe.expire(self._keys.requests, REMEMBER_SECONDS)  # removes the requests of islands that died
-            pipe.execute()
 
     def open_requests(self, me: str = "") -> list[str]:
         key = self._keys.requests

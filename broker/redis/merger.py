@@ -140,10 +140,7 @@ class RedisMerger:
     def _of_other_types(self) -> list[str]:
         """Return the keys whose values have another type than the run uses. No command could write to them."""
         kinds = kinds_of(self._keys, self._reader.stored.shape().own_fragments, self._updates.names())
-        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for key in kinds:
-                pipe.type(key)
-            found = pipe.execute()
+        found = self._connection.tolerant(*(("type", key) for key in kinds))
         wrong = [key for (key, kind), type_ in zip(kinds.items(), found, strict=True)
                  if type_.decode() not in (kind, "none")]  # fmt: skip
         for key in wrong:
@@ -230,7 +227,7 @@ class RedisMerger:
         key, fields, others = self._keys.state, state_fields(self._signing, state), write.commands
         written, self._written = self._written, None
         for before in (written, None):
-            known = before or text_fields(self._reader.stored_state())
+            known = before or text_fields(self._connection.hash_at(key))
             write.expected = [(key, DIGEST, before[DIGEST])] if before else []
             changed = {name: text for name, text in fields.items() if known.get(name) != text}
             gone = [name for name in known if name not in fields]

@@ -79,24 +79,16 @@ class RedisReader:
     def unreadable(self) -> dict[str, str]:
         return dict(self.connection.unreadable)
 
-    def stored_state(self) -> Raw:
-        raw: Raw = {}
-        with self.connection.forgiving(self._keys.state, "a hash"):
-            raw = self._redis.hgetall(self._keys.state)
-        return dict(raw)
-
     def merger_state(self) -> str:
         try:
-            return state_in(self._signing, self.stored_state())
+            return state_in(self._signing, self.connection.hash_at(self._keys.state))
         except WireError as error:
             self.connection.warn_once(self._keys.state, error)
             return ""
 
     def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         for _ in range(8):
-            raw: Raw = {}
-            with self.connection.forgiving(self._keys.fragment(fragment), "a hash"):
-                raw = self._redis.hgetall(self._keys.fragment(fragment))
+            raw = self.connection.hash_at(self._keys.fragment(fragment))
             if not raw:
                 self.stored.require()
                 raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
@@ -113,10 +105,7 @@ class RedisReader:
 
     def heads(self) -> list[Snapshot | None]:
         shape = self.stored.shape()
-        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for p in shape.own_fragments:
-                pipe.hgetall(self._keys.head(p))
-            answers = checked(pipe.execute(raise_on_error=False))
+        answers = self.connection.tolerant(*(("hgetall", self._keys.head(p)) for p in shape.own_fragments))
         found = {p: self._head(p, answer) for p, answer in zip(shape.own_fragments, answers, strict=True)}
         return [found.get(p) for p in range(len(shape.fragments))]
 
@@ -132,8 +121,8 @@ class RedisReader:
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
             return payload if is_sound else None
 
-    def _head(self, p: int, found: Any) -> Snapshot | None:
-        if isinstance(found, Exception) or not found:  # another type under that key, or nothing
+    def _head(self, p: int, found: Raw | None) -> Snapshot | None:
+        if not found:
             return None
         try:
             self._signing.verify("head", MERGER, found, about=str(p))
@@ -230,10 +219,7 @@ class RedisReader:
         return self._beats.accept(presence, stamp_of(raw)) if self._signing.is_on else presence
 
     def counters(self) -> Counters:
-        raw: Raw = {}
-        with self.connection.forgiving(self._keys.counters, "a hash"):
-            raw = self._redis.hgetall(self._keys.counters)
-        counts, faults = counts_in(text_fields(raw))
+        counts, faults = counts_in(text_fields(self.connection.hash_at(self._keys.counters)))
         for name in faults:
             self.connection.warn_once(f"the count {name!r} in the counters", WireError("it is not a number"))
         stored, (pending, tokens) = Counters(**counts), self.updates.pending()
@@ -254,10 +240,7 @@ class RedisReader:
         return self._newest(self._keys.tape, TapeEntry, count, lambda raw: self._signing.verify("tape", MERGER, raw))
 
     def control(self) -> dict[str, str]:
-        found: Raw = {}
-        with self.connection.forgiving(self._keys.control, "a hash"):
-            found = self._redis.hgetall(self._keys.control)
-        return text_fields(found)
+        return text_fields(self.connection.hash_at(self._keys.control))
 
     def notes(self, count: int) -> list[Note]:
         if not (count := min(count, NOTES_KEPT)):
@@ -308,7 +291,6 @@ class RedisReader:
                 pipe.hset(self._keys.control, mapping=wanted)
             if unwanted:
                 pipe.hdel(self._keys.control, *unwanted)
-            pipe.execute()
 
     def note(self, note: Note) -> None:
         is_own = note.who != "merger"
@@ -332,10 +314,7 @@ class RedisReader:
 
     def known_standbys(self, now_ms: int) -> Iterator[Standby]:
         """Yield all standbys in the hash, even those that have fallen silent. `now_ms` is the server's time."""
-        found: Raw = {}
-        with self.connection.forgiving(self._keys.standbys, "a hash"):
-            found = self._redis.hgetall(self._keys.standbys)
-        for raw_name, raw_ms in found.items():
+        for raw_name, raw_ms in self.connection.hash_at(self._keys.standbys).items():
             name, text = raw_name.decode("utf-8", "replace"), raw_ms.decode("utf-8", "replace")
             if is_name(name) and re.fullmatch("[0-9]{1,16}", text, re.ASCII):
                 yield Standby(name, max(0.0, (now_ms - int(text)) / 1e3))
@@ -351,15 +330,10 @@ class RedisReader:
 
     def merger_status(self) -> MergerStatus:
         keys = self._keys
-        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.get(keys.lease)
-            pipe.pttl(keys.lease)
-            pipe.get(keys.epoch)
-            pipe.xrevrange(keys.tape, count=1)
-            pipe.time()
-            *found, (seconds, microseconds) = checked(pipe.execute(raise_on_error=False))
-        # A key of another type answers with an error, which counts as no answer.
-        holder, ttl_ms, mark, closed = (None if isinstance(each, Exception) else each for each in found)
+        newest = ("xrevrange", keys.tape, "+", "-", 1)
+        holder, ttl_ms, mark, closed, (seconds, microseconds) = self.connection.tolerant(
+            ("get", keys.lease), ("pttl", keys.lease), ("get", keys.epoch), newest, ("time",)
+        )
         last = entry_id(closed[0][0].decode())[0] if closed else self.updates.first_arrival()
         still = seconds + microseconds / 1e6 - last / 1e3 if last is not None else 0.0
         return MergerStatus(

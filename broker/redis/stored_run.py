@@ -187,9 +187,7 @@ class Compactions:
 
     def outer(self, fragment: int, version: int) -> bytes:
         """See `MergerClient.outer`."""
-        raw: Raw = {}
-        with self._connection.forgiving(self._keys.outer(fragment), "a hash"):
-            raw = self._redis.hgetall(self._keys.outer(fragment))
+        raw = self._connection.hash_at(self._keys.outer(fragment))
         if not raw:
             raise WireError(f"the outer state of fragment {fragment} is missing")
         self._connection.signing.verify("outer", MERGER, raw, about=str(fragment))

@@ -90,8 +90,7 @@ class UpdatesStreams:
     def _each(self, command: str, names: Sequence[str], *arguments: Any) -> dict[str, Any]:
         """Return the answer of a reading command for each stream that exists."""
         commands = [(command, self._keys.updates(name), *arguments) for name in names]
-        with self._connection.translated():
-            answers = self._connection.tolerant(*commands) if commands else []
+        answers = self._connection.tolerant(*commands)
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
     # -- single entries ---------------------------------------------------------------------------------------------
@@ -106,10 +105,9 @@ class UpdatesStreams:
             name, id_ = parse_entry(entry)
         except WireError:
             return gone
-        with self._connection.translated():
-            found, raw = self._connection.tolerant(
-                ("xrange", self._keys.updates(name), id_, id_), ("hgetall", self._keys.kept(entry))
-            )
+        found, raw = self._connection.tolerant(
+            ("xrange", self._keys.updates(name), id_, id_), ("hgetall", self._keys.kept(entry))
+        )
         kept = bool(raw)  # what was merged is the mergers', whatever its island adds
         raw = raw or (found[0][1] if found else {})
         if not raw:
@@ -227,10 +225,7 @@ class UpdatesConsumer:
 
     def _skip_other_keys(self, keys: Sequence[str]) -> None:
         """Read the keys that are no streams no more, until `rewind` or `read_again`."""
-        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.type(key)
-            found = pipe.execute()
+        found = self._connection.tolerant(*(("type", key) for key in keys))
         for key, kind in zip(keys, found, strict=True):
             if kind not in (b"stream", b"none"):
                 self._connection.warn_once(key, WireError("it is not a stream"))
@@ -272,11 +267,9 @@ class IslandNames:
         """
         if time.monotonic() - self._looked_at >= FORGET_SECONDS:
             self._looked_at = time.monotonic()
-            with self._connection.translated():
-                self._names.intersection_update(self._existing(sorted(self._names)))
+            self._names.intersection_update(self._existing(sorted(self._names)))
         if (invited := self._invited()) is not None:
-            with self._connection.translated():
-                self._names.update(self._existing([name for name in invited if name not in self._names]))
+            self._names.update(self._existing([name for name in invited if name not in self._names]))
             return sorted(self._names)
         with self._connection.forgiving(self._keys.islands, "a set"):
             self.found(self._redis.sscan(self._keys.islands, self._cursor, count=NAMES_READ))
@@ -293,9 +286,8 @@ class IslandNames:
         if isinstance(answer, Exception):  # another type of value
             return
         self._cursor, some = answer
-        if new := [name for name in names_in(some) if name not in self._names]:
-            with self._connection.translated():
-                self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
+        new = [name for name in names_in(some) if name not in self._names]
+        self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
 
     @property
     def known(self) -> list[str]:
@@ -304,12 +296,7 @@ class IslandNames:
 
     def _existing(self, names: Sequence[str]) -> list[str]:
         """Return those of the islands that have a key of their own."""
-        if not names:
-            return []
-        with self._redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.exists(*self._keys.of_island(name))
-            answers = pipe.execute()
+        answers = self._connection.tolerant(*(("exists", *self._keys.of_island(name)) for name in names))
         return [name for name, found in zip(names, answers, strict=True) if found]
 
     def forget(self, write: Write, presences: Iterable[Presence]) -> bool:
