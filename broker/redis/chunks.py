@@ -117,11 +117,8 @@ class ChunkStore:
         copy = 0
         while True:
             where = _pointing(f"{name}.{copy}", payload)
-            with self._redis.pipeline(transaction=False) as pipe:
-                for chunk in self.placed(where):
-                    pipe.strlen(chunk)
-                    pipe.ttl(chunk)
-                found = pipe.execute(raise_on_error=False)
+            questions = [(command, chunk) for chunk in self.placed(where) for command in ("strlen", "ttl")]
+            found = self._connection.tolerant(*questions)
             if KEPT not in found[1::2]:
                 return where, found
             copy += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from archipelago.broker.commits import entry_name, parse_entry
 from archipelago.broker.control import heard_by, is_expelled
@@ -30,15 +30,6 @@ REQUESTS_READ = 256
 LEASE_MAX = 160
 
 
-class Own(NamedTuple):
-    """What is of one island: its keys, the requests that concern it, and the commands with which it looks around."""
-
-    heartbeat: str
-    updates: str
-    requests: list[str]
-    looks: list[tuple[str, ...]]
-
-
 class RedisIsland:
     """See `broker.transport.IslandClient`."""
 
@@ -48,10 +39,9 @@ class RedisIsland:
         connection = reader.connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stamps, self._signing = connection.stamps, connection.signing
-        self._known: dict[str, Own] = {}
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
-        chunks, own = self._chunks.of(contribution.island), self._own(contribution.island)
+        chunks = self._chunks.of(contribution.island)
         signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
         with self._connection.translated():
             where, doubted = chunks.upload(chunks_name(contribution), payload)
@@ -61,7 +51,7 @@ class RedisIsland:
                 if doubted:
                     chunks.require_whole(pipe, doubted, len(payload))
                 pipe.multi()
-                pipe.xadd(own.updates, {**signed, **where})
+                pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
                 pipe.sadd(self._keys.islands, contribution.island)
                 chunks.settle(pipe, where)
                 entry: bytes = pipe.execute()[0]
@@ -77,28 +67,24 @@ class RedisIsland:
             return bool(self._redis.xrange(self._keys.updates(sender), id_, id_))
 
     def look_around(self, island: str, claim: NameClaim | None) -> Around:
-        own = self._own(island)
+        keys, requests = self._keys, heard_by(island)
         # Other types of value under these keys must not stop the island.
-        signs, stored, uid, *found = self._connection.tolerant(*own.looks)
+        signs, stored, uid, *found = self._connection.tolerant(
+            ("exists", keys.members),
+            ("get", keys.name(island)),
+            ("hget", keys.manifest, "uid"),
+            *(("hget", keys.control, name) for name in requests),
+        )
         if signs and not self._signing.is_on:
             self._members.require_unsigned()
         if claim is not None:
             held = _claim_in(stored)
             is_lost = held is None or newest_claim(claim, held) != held
-            claim = self._confirmed(self._keys.name(island), claim) if is_lost else held
-        return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(own.requests, found))
-
-    def _own(self, island: str) -> Own:
-        """Return what is of one island. A process has one, or a few."""
-        if island not in self._known:
-            keys, requests = self._keys, list(heard_by(island))
-            looks = [("exists", keys.members), ("get", keys.name(island)), ("hget", keys.manifest, "uid"),
-                     *(("hget", keys.control, name) for name in requests)]  # fmt: skip
-            self._known[island] = Own(keys.island(island), keys.updates(island), requests, looks)
-        return self._known[island]
+            claim = self._confirmed(keys.name(island), claim) if is_lost else held
+        return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(requests, found))
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
-        key = self._own(heartbeat.island).heartbeat
+        key = self._keys.island(heartbeat.island)
         signed = self._signing.signed("heartbeat", to_fields(heartbeat), stamp=self._stamps.next())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, mapping=signed)

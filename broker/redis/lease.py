@@ -52,11 +52,7 @@ class Lease:
         self._redis, self._keys = connection.redis, connection.keys
         self._acquire, self._fenced = Script(self._redis, ACQUIRE), Script(self._redis, FENCED)
         self._holder, self._epoch, self._instance = "", 0, ""
-        #: The value of the epoch's key while this merger holds the lease. The number alone is not enough: a server that
-        #: loses its newest writes would give one number to two mergers.
-        self._mark = 0, b""
         self._uid: str | None = None
-        self._renewing: tuple[Renewal, tuple[list[str], list[Value]]] | None = None  # the last renewal, and its words
 
     def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         """See `MergerClient.acquire`."""
@@ -72,7 +68,6 @@ class Lease:
         if answer[0] == "held":
             return None
         self._holder, self._epoch, self._instance = holder, int(answer[2]), answer[3]
-        self._mark = self._epoch, epoch_mark(self._epoch, holder)
         failpoint("acquire.done")
         return self._epoch
 
@@ -134,10 +129,8 @@ class Lease:
             self._renewed(texts(answer), renewal.epoch)
 
     def _renewal(self, renewal: Renewal) -> tuple[list[str], list[Value]]:
-        if self._renewing is None or self._renewing[0] != renewal:  # it is the same throughout an epoch
-            write = Write(("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000)))
-            self._renewing = renewal, self._request(renewal.epoch, write, None, at_instance=True)
-        return self._renewing[1]
+        write = Write(("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000)))
+        return self._request(renewal.epoch, write, None, at_instance=True)
 
     def _renewed(self, answer: Sequence[str], epoch: int) -> None:
         self._require_done(answer, epoch, None)
@@ -147,14 +140,14 @@ class Lease:
         self, epoch: int, write: Write, after_round: int | None, *, at_instance: bool
     ) -> tuple[list[str], list[Value]]:
         at_instance = at_instance or after_round is not None or bool(write.needed)
-        (known, mark), (keys, words) = self._mark, write.request()
+        keys, words = write.request()
         head = self._keys.manifest  # not read
         if after_round is not None:
             shape = self._stored.shape()
             head = self._keys.head(shape.fragment_of(after_round) if after_round else shape.own_fragments[0])
         arguments: list[Value] = [
             self._uid or "",
-            mark if epoch == known else epoch_mark(epoch, self._holder),
+            epoch_mark(epoch, self._holder),
             "" if after_round is None else after_round,
             self._instance if at_instance else "",
             *words,
