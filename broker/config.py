@@ -16,14 +16,15 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.messages import adapter
 from archipelago.broker.ranges import RANGES_MAX
 
 #: The vocabulary size of a corpus whose tokens are bytes.
@@ -319,11 +320,6 @@ class RunConfig:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-@cache
-def _adapter() -> TypeAdapter[RunConfig]:
-    return TypeAdapter(RunConfig)
-
-
 _UNKNOWN = "unexpected_keyword_argument"
 
 
@@ -341,7 +337,7 @@ def checked(
     """Return the config if every value is in range. Raises ConfigError that names each wrong key and its value."""
     values = dataclasses.asdict(settings) if isinstance(settings, RunConfig) else settings
     try:
-        config = _adapter().validate_python(values)
+        config: RunConfig = adapter(RunConfig).validate_python(values)
     except ValidationError as error:
         found = [(".".join(map(str, fault["loc"])), fault) for fault in error.errors()]
         unknown = [key for key, fault in found if fault["type"] == _UNKNOWN]
@@ -355,7 +351,7 @@ def checked(
     return config
 
 
-def from_json(text: str | bytes, source: str = "the run's stored config") -> RunConfig:
+def from_json(text: str | bytes) -> RunConfig:
     """Return the config that `to_json` wrote. Raises ConfigError for other text."""
     remedy = (
         "Another version of archipelago created the run. Go on with that version, or export the model with it and "
@@ -364,8 +360,8 @@ def from_json(text: str | bytes, source: str = "the run's stored config") -> Run
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not JSON ({error})", remedy, code="config.manifest") from None
-    return checked(values, source, remedy)
+        raise ConfigError(f"the run's stored config is not JSON ({error})", remedy, code="config.manifest") from None
+    return checked(values, "the run's stored config", remedy)
 
 
 def from_toml(path: Path) -> RunConfig:

@@ -17,18 +17,17 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Final, Literal, TypeVar, get_args
 
 from annotated_types import Predicate
-from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic import ConfigDict, StringConstraints, ValidationError
 
 from archipelago.broker.address import parse_address
 from archipelago.broker.errors import ConfigError, WireError, fault_in
 from archipelago.broker.files import PRIVATE, write_atomically
-from archipelago.broker.messages import Name
+from archipelago.broker.messages import Name, adapter
 from archipelago.broker.redis.keys import is_name
 
 Role = Literal["island", "merger", "operator", "viewer"]
@@ -222,11 +221,6 @@ def _others(owner: int) -> int:
     return stat.S_IRWXO | (stat.S_IRWXG if is_ours else stat.S_IWGRP)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def _written(stored: Invitation | Member, indent: int | None = None) -> str:
     """Return the JSON of all fields that have a value."""
     values = dataclasses.asdict(stored)
@@ -236,6 +230,6 @@ def _written(stored: Invitation | Member, indent: int | None = None) -> str:
 def _parsed(kind: type[Stored], text: str | bytes) -> Stored:
     """Parse JSON. Raises WireError."""
     try:
-        return _adapter(kind).validate_json(text)  # type: ignore[no-any-return, arg-type]
+        return adapter(kind).validate_json(text)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
         raise WireError(fault_in(error)) from None

@@ -11,19 +11,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge
-from pydantic import StringConstraints, TypeAdapter
+from pydantic import StringConstraints
 
 from archipelago.broker import config as configs
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError, fault_in
 from archipelago.broker.frozen import FrozenTensor
-from archipelago.broker.messages import Name
+from archipelago.broker.messages import Name, adapter
 from archipelago.broker.shards.layout import SHARDS_MAX, Layout, OwnRounds, dealt
 
 TensorKind = Literal["embedding", "rest"]
@@ -274,7 +274,7 @@ class Manifest:
             ConfigError: It is damaged (`config.manifest`), or of shards that an earlier version made (`config.format`).
         """
         try:
-            manifest = _adapter().validate_python(
+            manifest: Manifest = adapter(Manifest).validate_python(
                 {name: json.loads(fields[name]) for name in ("tensors", "fragments", "corpus", "versions", "frozen")}
                 | {name: fields[name] for name in ("run", "uid", "task")}
                 | {"config": configs.from_json(fields["config"]), "shards": fields.get("shards", "1")}
@@ -328,11 +328,6 @@ class Manifest:
                 "Copy the prepared corpus from the machine that created the run. Or prepare the same file on both "
                 "machines (`archipelago prepare FILE`), and create another run with its name as --data.corpus.",
             )
-
-
-@cache
-def _adapter() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,8 @@ class Handover:
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return what validates values of that type. It takes milliseconds to build, so it is built at its first use."""
     return TypeAdapter(kind)
 
 
@@ -397,6 +398,6 @@ def from_raw(kind: type[Message], raw: Mapping[bytes, bytes]) -> Message:
 def from_fields(kind: type[Message], fields: Mapping[str, str]) -> Message:
     """Return the message in the fields. Raises WireError, which names the first invalid field."""
     try:
-        return _adapter(kind).validate_python(fields)  # type: ignore[no-any-return, arg-type]
+        return adapter(kind).validate_python(fields)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
         raise WireError(f"{kind.__name__.lower()}: {fault_in(error)}", code="wire.message") from None

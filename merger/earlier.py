@@ -10,10 +10,11 @@ import json
 import logging
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.messages import adapter
 from archipelago.merger.state import RunState
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def _config(text: str) -> tuple[RunConfig, list[str]]:
     try:
         values = json.loads(text)
         try:
-            TypeAdapter(RunConfig).validate_python(values)
+            adapter(RunConfig).validate_python(values)
         except ValidationError as error:
             # A setting that may be of several types has a fault for each of them.
             for section, *key in sorted({fault["loc"][:2] for fault in error.errors()}):

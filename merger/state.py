@@ -6,15 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Annotated, Any, NamedTuple
 
 import jax
-from pydantic import PlainValidator, TypeAdapter
+from pydantic import PlainValidator
 
 from archipelago.broker.control import read_settings
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.messages import COUNT_MAX, Contribution
+from archipelago.broker.messages import COUNT_MAX, Contribution, adapter
 from archipelago.broker.ranges import advanced
 from archipelago.broker.wire import digest
 from archipelago.merger.claims import Account, usual_batch
@@ -255,18 +254,14 @@ class RunState:
             values = json.loads(text)
             if values.pop("digest") != _digest_of(values):
                 raise ValueError("its digest differs")
-            return _adapter().validate_python(values)
+            state: RunState = adapter(RunState).validate_python(values)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"the merger's state cannot be read ({error!r:.200})",
                 "A merger with the --folder of its checkpoints rebuilds it, unless another version has written it.",
                 code="config.lost-state",
             ) from None
-
-
-@cache
-def _adapter() -> TypeAdapter[RunState]:
-    return TypeAdapter(RunState)
+        return state
 
 
 def _digest_of(values: dict[str, Any]) -> str:

@@ -13,17 +13,16 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
 from annotated_types import Predicate
-from pydantic import TypeAdapter
 
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.errors import fault_in
 from archipelago.broker.files import staged_folder
+from archipelago.broker.messages import adapter
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.wire import digest
 
@@ -60,9 +59,10 @@ class Bundles:
             body = json.loads(self.folder.read(f"{number}.json"))
             if body.pop("digest") != _digest_of(body):
                 raise ValueError("its digest differs")
-            return _adapter().validate_python(body)
+            manifest: BundleManifest = adapter(BundleManifest).validate_python(body)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(number, f"{number}.json cannot be read: {fault_in(error)}") from None
+        return manifest
 
     def put(self, number: int, source: Path, about: Mapping[str, str]) -> None:
         """Upload a folder. Until this returns, the bundle does not exist; a failed one leaves only files to prune.
@@ -143,11 +143,6 @@ class Bundles:
         return BucketError(
             f"bundle {number} in {self.folder} is damaged ({why})", "An earlier one is used.", code="bucket.damaged"
         )
-
-
-@cache
-def _adapter() -> TypeAdapter[BundleManifest]:
-    return TypeAdapter(BundleManifest)
 
 
 def _digest_of(body: Any) -> str:
