@@ -129,7 +129,6 @@ class Inbox:
     Attributes:
         config: The run's config with the operator's changes.
         barred: Why all contributions of an island are refused, by its name.
-        codes: How many contributions this process has refused, by code.
         cursors: Where the waiting contributions will move the cursors of the corpus.
     """
 
@@ -143,7 +142,6 @@ class Inbox:
         self.transport, self.rules = transport, rules
         self.config = rules.manifest.config
         self.barred: dict[str, Reason] = {}
-        self.codes: Counter[str] = Counter()
         self.cursors: dict[str, tuple[int, int]] = {}
         #: How many commits failed because a contribution of an island had been deleted.
         self._withdrawn: Counter[str] = Counter()
@@ -161,9 +159,6 @@ class Inbox:
         """Drop all waiting contributions, and those whose downloads were interrupted."""
         for each in (self._refusals, self._waiting, self._identities, self._entries, self.cursors):
             each.clear()
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def entries(self) -> list[str]:
         return list(self._entries)
@@ -321,7 +316,6 @@ class Inbox:
             if len(self._unused) > INCARNATIONS_MAX:
                 del self._unused[next(iter(self._unused))]
         state.refuse(reason.code, refusal.tokens, c.bytes if c else 0)
-        self.codes[reason.code] += 1
         if len(self._refusals) < LOGGED_MAX:
             log.warning(
                 "refused a contribution of %s to round %s: %s",

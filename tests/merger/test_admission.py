@@ -115,8 +115,7 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
         done.append(f"add {contribution.island}")
     expected = "download a download b add a download c add b download d add d"
     assert " ".join(done) == expected, "b, which came twice, is added once"
-    assert dict(inbox.codes) == {"expelled": 1, "unreadable": 1, "codec": 1}
-    assert inbox.codes.total() == 3
+    assert state.refused == {"expelled": 1, "unreadable": 1, "codec": 1}
 
 
 def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> None:
@@ -136,7 +135,7 @@ def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> 
     inbox = Inbox(transport, rules)
     assert len(list(inbox.receive(map(delivery, "abc", (3, 9, 5)), state, epoch))) == 3
     inbox.expel({"b"}, state, epoch)
-    assert (inbox.entries(), dict(inbox.codes), inbox.cursors) == (["a/1-0", "c/1-0"], {"expelled": 1}, {"0": (0, 5)})
+    assert (inbox.entries(), state.refused, inbox.cursors) == (["a/1-0", "c/1-0"], {"expelled": 1}, {"0": (0, 5)})
     assert [addend.entry for addend in inbox.take(0)] == ["a/1-0", "c/1-0"]
     assert (inbox.take(0), inbox.waiting_fragments(), downloads) == ([], set(), Counter("abc"))
 
@@ -164,4 +163,4 @@ def test_one_island_cannot_fill_the_room_of_a_round() -> None:
     for _ in range(WAITING_MAX + 1):
         run.send("a", 1, constant(1.0))
     merger.turn(0.0)
-    assert (len(merger.inbox), merger.inbox.codes["full"]) == (WAITING_MAX, 1)
+    assert (len(merger.inbox.entries()), merger.state.refused["full"]) == (WAITING_MAX, 1)

@@ -111,7 +111,7 @@ def test_a_refused_forgery_uses_up_no_sequence_number() -> None:
         run.live("a")
         run.send("a", number, GOOD)
         assert merger.turn(0.0), number
-    assert (merger.state.merged, dict(merger.inbox.codes)) == (8, {"wire.payload": 50})
+    assert (merger.state.merged, merger.state.refused) == (8, {"wire.payload": 50})
     run.balance()
 
 

@@ -246,7 +246,7 @@ class Invariants:
     def _check_refusals(self) -> None:
         """Check that no merger has refused an honest contribution for what it claims."""
         for process in self.simulation.mergers_of(self.shard):
-            found = HOSTILE_CODES & process.merger.inbox.codes.keys()
+            found = HOSTILE_CODES & process.merger.state.refused.keys()
             assert not found, f"{process.name} refused honest contributions: {sorted(found)}"
 
     def _cover(self, key: Key, reader: Reader, position: int) -> None:
