@@ -23,18 +23,16 @@ class Spawn(Protocol):
     def __call__(self, job: Callable[[], T], /) -> Future[T]: ...
 
 
-class NewExecutor(Protocol):
-    """Returns what runs the jobs of one kind, on that many threads of that name. Jobs begin in order."""
-
-    def __call__(self, kind: str, threads: int = 1) -> Spawn: ...
+#: Returns what runs the jobs of one kind, on that many threads of that name. Jobs begin in order.
+NewExecutor = Callable[[str, int], Spawn]
 
 
-def in_background(kind: str, threads: int = 1) -> Spawn:
+def in_background(kind: str, threads: int) -> Spawn:
     """Return what runs jobs on threads of that name."""
     return ThreadPoolExecutor(threads, kind).submit
 
 
-def in_virtual_time(kind: str, threads: int = 1) -> Spawn:
+def in_virtual_time(kind: str, threads: int) -> Spawn:
     """Return `at_once`, for jobs of any kind."""
     return at_once
 

@@ -114,7 +114,7 @@ class Merger:
         self.controls = OperatorControls(transport, self.manifest, wall)
         self.liveness = Liveness()
         self.inbox = Inbox(transport, self.rules, executor("download", AHEAD), self._renew)
-        uploads, has_checkpoints = executor("compaction"), checkpointer is not None
+        uploads, has_checkpoints = executor("compaction", 1), checkpointer is not None
         self.compactor = Compactor(
             transport, self.manifest, uploads, restart_seconds, takes_checkpoints=has_checkpoints
         )
@@ -131,7 +131,7 @@ class Merger:
         self.has_served = False
         #: How long this merger has worked since the last round, without the turn in which it works since `_began_at`.
         self._busy_seconds = self._began_at = 0.0
-        self._commits = executor("commit")
+        self._commits = executor("commit", 1)
         self._under_way: UnderWay | None = None
 
     # -- beginning --------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class MergerFolder:
             else:
                 missing = lambda number: listed(lambda: self._missing(number), number)  # noqa: E731
                 leading = Leading(own, cast(Sequence[ReaderClient], bounded[1:]), missing)
-        copies, spawn = spawn is None, spawn or in_background("checkpoint")
+        copies, spawn = spawn is None, spawn or in_background("checkpoint", 1)
         return Checkpointer(
             transport, self.store, recorder, every_seconds, spawn, copier, leading, following, copies=copies
         )

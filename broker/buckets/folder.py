@@ -86,13 +86,6 @@ class BucketFolder:
     def child(self, *names: str) -> BucketFolder:
         return BucketFolder("/".join([self.address, *names]))
 
-    def require_usable(self) -> None:
-        """Write a small file, read it and delete it again, so that missing rights show at once."""
-        self.write(_PROBE, b"archipelago")
-        self.read(_PROBE)
-        with suppress(BucketError):  # it may be forbidden to delete; then old checkpoints stay
-            self.delete(_PROBE)
-
     def names(self) -> list[str]:
         """Return the names of the files and folders in this folder; nothing if there is no such folder."""
         found: list[str] = []
@@ -157,7 +150,7 @@ class BucketFolder:
 
 
 def open_bucket(address: str, *names: str) -> BucketFolder:
-    """Open the folder of a worker, and write to it once, so that a mistake shows before work begins.
+    """Open the folder of a worker, and write, read and delete a small file, so that missing rights show at once.
 
     A bucket that cannot be reached is logged only, because it may come back. Raises BucketError if the address or the
     rights are wrong (MISTAKES).
@@ -165,7 +158,10 @@ def open_bucket(address: str, *names: str) -> BucketFolder:
     folder = BucketFolder(address).child(*names)
     try:
         with progress(f"testing {folder}"):
-            folder.require_usable()
+            folder.write(_PROBE, b"archipelago")
+            folder.read(_PROBE)
+            with suppress(BucketError):  # it may be forbidden to delete; then old checkpoints stay
+                folder.delete(_PROBE)
     except BucketError as error:
         if error.code in MISTAKES:
             raise

@@ -117,12 +117,7 @@ def show_unless_set_up() -> None:
 
 def as_json() -> bool:
     """Return whether this process logs JSON objects."""
-    return _formatter() is not None
-
-
-def _formatter() -> JsonLines | None:
-    found = (handler.formatter for handler in logging.getLogger().handlers)
-    return next((formatter for formatter in found if isinstance(formatter, JsonLines)), None)
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
 
 
 def say_error(sentence: str, code: str = "") -> None:

@@ -18,13 +18,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class CurveOptions:
-    """Options of processes that log and write metric curves."""
+class WorkerOptions:
+    """Options of processes that log, write metric curves and keep checkpoints."""
 
     tensorboard: bool = True
     """Write curves as TensorBoard event files into the worker's folder `tensorboard`."""
     log_json: bool = False
     """Log one JSON object on each line: time, level, who, run, island, round, code, message."""
+    bucket: str | None = None
+    """Keep copies of the newest checkpoints in RUN/ at this address, such as s3://BUCKET/FOLDER or
+    gs://BUCKET/FOLDER, and restore from there what this machine does not have. The default is $ARCHIPELAGO_BUCKET.
+    """
 
     def log_as(self, who: str, run: str | None, island: str = "") -> Origin:
         """Set up logging. The returned origin takes the run's name later if it is not known yet."""
@@ -32,23 +36,13 @@ class CurveOptions:
         return log_to_stderr(who, as_json=self.log_json, run=run, island=island)
 
     def curve_flags(self) -> list[str]:
-        """Return the flags that give a child process the same options."""
+        """Return the flags that give a child process the same options about logs and curves."""
         flags = [] if self.tensorboard else ["--no-tensorboard"]
         return flags + ["--log-json"] * self.log_json
 
     def event_file(self, folder: Path) -> EventFile | None:
         """Return the event files of a worker's curves in its folder; None if there are to be none."""
         return EventFile(folder / "tensorboard") if self.tensorboard else None
-
-
-@dataclass(frozen=True)
-class WorkerOptions(CurveOptions):
-    """Options of processes that also keep checkpoints."""
-
-    bucket: str | None = None
-    """Keep copies of the newest checkpoints in RUN/ at this address, such as s3://BUCKET/FOLDER or
-    gs://BUCKET/FOLDER, and restore from there what this machine does not have. The default is $ARCHIPELAGO_BUCKET.
-    """
 
     def flags(self) -> list[str]:
         """Return the flags that give a child process the same options."""

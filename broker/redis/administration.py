@@ -185,10 +185,6 @@ class MemberRecords:
 
     # -- users --------------------------------------------------------------------------------------------------------
 
-    def may_administer(self) -> bool:
-        """Return whether the server lets this connection read and change its users."""
-        return self.users() is not None
-
     def set_user(self, user: str, password: str, rules: Sequence[str]) -> bool:
         """Create or replace a user. Its present connections end. Return False if a server does not permit that."""
         begin, *rest = rules  # `reset` removes passwords, so it comes first

@@ -206,10 +206,17 @@ class RedisCheckup:
         denied: list[str] = []
 
         def tried(*command: Any) -> Any:
-            answer = self._answer(connection, *command)
-            if isinstance(answer, BrokerError) and re.search("permission", str(answer.__cause__)):
-                denied.append(command[0])
-            return answer
+            """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""
+            try:
+                with self._connection.translated():
+                    connection.send_command(*command)
+                    return connection.read_response()
+            except UnreachableError:
+                raise
+            except BrokerError as error:
+                if re.search("permission", str(error.__cause__)):
+                    denied.append(command[0])
+                return error
 
         try:
             for command in (("WATCH", self._keys.manifest), ("UNWATCH",)):
@@ -226,17 +233,6 @@ class RedisCheckup:
             connection.disconnect()  # the server then drops a transaction that was not discarded
             pool.release(connection)
         return tuple(dict.fromkeys(denied))
-
-    def _answer(self, connection: Any, *command: Any) -> Any:
-        """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""
-        try:
-            with self._connection.translated():
-                connection.send_command(*command)
-                return connection.read_response()
-        except UnreachableError:
-            raise
-        except BrokerError as error:
-            return error
 
 
 @dataclass(frozen=True)

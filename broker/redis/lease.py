@@ -157,7 +157,10 @@ class Lease:
     def _require_done(self, answer: Sequence[str], epoch: int, after_round: int | None) -> None:
         code, *found = answer
         if code == "overtaken":
-            raise self._overtaken(epoch)
+            raise FencedError(
+                f"epoch {epoch} of this merger has ended: another one took the lease, or the epoch's key was changed",
+                "This merger takes the lease again unless another one holds it.",
+            )
         if code == "gone":
             raise self._gone()
         if code == "round":
@@ -183,12 +186,6 @@ class Lease:
             f"{self._connection.where} {what}",
             "It was restarted without its newest writes, or they were damaged; the merger loads the run again.",
             code="broker.other-round",
-        )
-
-    def _overtaken(self, epoch: int) -> FencedError:
-        return FencedError(
-            f"epoch {epoch} of this merger has ended: another merger took the lease, or the epoch's key was changed",
-            "This merger takes the lease again unless another one holds it.",
         )
 
     def _gone(self) -> UnknownRunError:

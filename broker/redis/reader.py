@@ -18,7 +18,6 @@ from archipelago.broker.messages import (
     Note,
     Snapshot,
     TapeEntry,
-    from_fields,
     from_raw,
     text_fields,
     to_fields,
@@ -210,12 +209,13 @@ class RedisReader:
 
     def _presence(self, name: str, raw: Any, age_seconds: float) -> Presence:
         """Return an island's heartbeat. Raises WireError if it is damaged, or not the newest that the island signed."""
-        fields = _fields_of(raw)
+        if isinstance(raw, Exception):  # the reply about a key of another type
+            raise WireError("it is not a hash")
         if raw != self._verified.get(name):  # a process looks at each heartbeat several times
             self._signing.verify("heartbeat", name, raw)
             if self._signing.is_on:
                 self._verified[name] = dict(raw)
-        presence = Presence(from_fields(Heartbeat, fields), age_seconds)
+        presence = Presence(from_raw(Heartbeat, raw), age_seconds)
         return self._beats.accept(presence, stamp_of(raw)) if self._signing.is_on else presence
 
     def counters(self) -> Counters:
@@ -339,10 +339,3 @@ class RedisReader:
         return MergerStatus(
             (holder or b"").decode("utf-8", "replace"), epoch_in(mark), max(0.0, (ttl_ms or 0) / 1e3), max(0.0, still)
         )
-
-
-def _fields_of(answer: Any) -> dict[str, str]:
-    """Return the fields of a hash from its reply. Raises WireError for a key of another type, which is an error."""
-    if isinstance(answer, Exception):
-        raise WireError("it is not a hash")
-    return text_fields(answer)

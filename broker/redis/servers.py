@@ -29,6 +29,7 @@ from archipelago.broker.redis.client import PinnedConnection, RedisClient, TlsCo
 
 #: How long a node or Sentinel may take to say where a primary is.
 ASKED_SECONDS = 2.0
+_ASKING = {"socket_timeout": ASKED_SECONDS, "socket_connect_timeout": ASKED_SECONDS}
 #: What a server answers that does not hold the key now, or does not take writes for it.
 _ELSEWHERE = (
     redis.exceptions.AskError,  # and MovedError
@@ -139,10 +140,9 @@ class ClusterNodes:
             return found
         raise error
 
-    def client(self, place: Place, **options: Any) -> RedisClient:
+    def client(self, place: Place) -> RedisClient:
         """Return a client of one node, which the caller closes."""
-        limits = {"socket_timeout": ASKED_SECONDS, "socket_connect_timeout": ASKED_SECONDS} | options
-        return _client_of(place, self._class, self._options | limits)
+        return _client_of(place, self._class, self._options | _ASKING)
 
 
 class ClusterServers(Servers):
@@ -200,9 +200,8 @@ class SentinelServers(Servers):
     def __init__(self, address: Address, authority: str) -> None:
         self._class, self._options = _template(address, authority)
         self._service = address.service
-        asking = {"socket_timeout": ASKED_SECONDS, "socket_connect_timeout": ASKED_SECONDS}
         mine = {"username", "password", "db"}  # those of the data servers
-        options = {name: value for name, value in self._options.items() if name not in mine} | asking
+        options = {name: value for name, value in self._options.items() if name not in mine} | _ASKING
         options |= dict(address.sentinel_options)
         self._sentinels = Sentinels([])  # type: ignore[no-untyped-call]
         self._sentinels.sentinels = [_client_of(place, self._class, options) for place in address.hosts]
@@ -211,8 +210,7 @@ class SentinelServers(Servers):
     def nodes(self) -> Iterator[RedisClient]:
         primary = self._sentinels.discover_master(self._service)
         for place in (primary, *self._sentinels.discover_slaves(self._service)):  # type: ignore[no-untyped-call]
-            limits = {"socket_timeout": ASKED_SECONDS, "socket_connect_timeout": ASKED_SECONDS}
-            with closing(_client_of(place, self._class, self._options | limits)) as client:
+            with closing(_client_of(place, self._class, self._options | _ASKING)) as client:
                 yield client
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class Administrator:
             f"Its rules are {' '.join(rules)}. Or use the URL of an administrator.",
             code="invitation.no-admin",
         )
-        if creates_user and not self.membership.may_administer():
+        if creates_user and self.membership.users() is None:
             raise denied  # before the run is signed
         if role in SIGNING_ROLES:
             self.open()

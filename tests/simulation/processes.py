@@ -80,7 +80,7 @@ class MergerProcess(Process):
             live_poll_seconds=0.5,
             checkpointer=checkpointer,
             wall=simulation.clock,
-            executor=lambda kind, threads=1: self.jobs.submit if kind == "compaction" else at_once,
+            executor=lambda kind, threads: self.jobs.submit if kind == "compaction" else at_once,
             primary=self.home if shard else None,
         )
         self.loaded = False

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]
 
 from archipelago.broker.observe.curves import WAITING_MAX, CurveWriter, EventFile, Point
-from archipelago.broker.observe.options import CurveOptions
+from archipelago.broker.observe.options import WorkerOptions
 from tests.conftest import Until
 
 
@@ -157,7 +157,7 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_curves_can_be_turned_off(tmp_path: Path) -> None:
-    file = CurveOptions().event_file(tmp_path)
+    file = WorkerOptions().event_file(tmp_path)
     assert file is not None and file.folder == tmp_path / "tensorboard"
-    assert CurveOptions(tensorboard=False).event_file(tmp_path) is None
+    assert WorkerOptions(tensorboard=False).event_file(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
