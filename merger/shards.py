@@ -14,15 +14,16 @@ to time, as a process that serves one shard is started again by its supervisor.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.observe.logs import SHARD_THREAD
+from archipelago.broker.shards.reader import asked
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.service import Clock, Merger
 from archipelago.merger.serving import serve
@@ -117,35 +118,15 @@ class Sharing:
         return True
 
 
-class _ShardThread(threading.Thread):
-    """Serves one shard until the run is finished, `stopped`, or an error that it cannot repair."""
-
-    def __init__(self, merger: Merger, shard: int, sharing: Sharing, stopped: Callable[[], bool]) -> None:
-        super().__init__(name=f"{SHARD_THREAD}{shard}", daemon=True)
-        self.is_over = False
-        self.error: Exception | None = None
-        self.ended_at = math.inf
-        self._merger, self._stopped = merger, stopped
-        self._may_take = partial(sharing.may_take, shard)
-        self._is_to_hand_over = partial(sharing.is_to_hand_over, shard)
-
-    @property
-    def has_defect(self) -> bool:
-        """Whether it ended by an error that only a mistake in our code explains."""
-        return self.error is not None and not isinstance(self.error, ArchipelagoError)
-
-    def run(self) -> None:
-        """Serve, and stand by while another process serves the shard."""
-        try:
-            self.is_over = serve(
-                self._merger, self._stopped, may_take=self._may_take, is_to_hand_over=self._is_to_hand_over
-            )
-        except ArchipelagoError as error:
-            log.error("this process cannot serve its shard: %s", error, extra={"code": error.code})
-            self.error, self._merger.epoch = error, 0
-        except Exception as error:  # noqa: BLE001 - `serve_shards` raises it
-            self.error = error
-        self.ended_at = time.monotonic()
+def _serve_shard(merger: Merger, shard: int, sharing: Sharing, stopped: Callable[[], bool]) -> bool:
+    """Serve one shard of several until the run is finished or `stopped`. Return whether it is finished (`serve`)."""
+    may_take, is_to_hand_over = (partial(rule, shard) for rule in (sharing.may_take, sharing.is_to_hand_over))
+    try:
+        return serve(merger, stopped, may_take=may_take, is_to_hand_over=is_to_hand_over)
+    except ArchipelagoError as error:
+        log.error("this process cannot serve its shard: %s", error, extra={"code": error.code})
+        merger.epoch = 0
+        raise
 
 
 def serve_shards(
@@ -171,22 +152,28 @@ def serve_shards(
         return serve(mergers[0], stopped)
     sharing, has_defect = Sharing(mergers), threading.Event()
 
-    def begun(shard: int) -> _ShardThread:
-        thread = _ShardThread(mergers[shard], shard, sharing, lambda: has_defect.is_set() or stopped())
-        thread.start()
-        return thread
+    def begun(shard: int) -> Future[bool]:
+        """Begin to serve a shard on a thread of its own, whose name is in the log."""
+        work = partial(_serve_shard, mergers[shard], shard, sharing, lambda: has_defect.is_set() or stopped())
+        return asked(work, lambda job: threading.Thread(target=job, name=f"{SHARD_THREAD}{shard}", daemon=True).start())
 
-    threads = [begun(shard) for shard in range(len(mergers))]
-    while alive := [thread for thread in threads if thread.is_alive()]:
+    shards = [begun(shard) for shard in range(len(mergers))]
+    again_at: dict[int, float] = {}  # of the shards that could not be served
+    while alive := [each for each in shards if not each.done()]:
         sharing.look()
-        alive[0].join(look_seconds)
-        if any(thread.has_defect for thread in threads):
-            has_defect.set()
+        wait(alive, look_seconds, FIRST_COMPLETED)
+        now, errors = time.monotonic(), _errors(shards)
+        if not all(isinstance(error, ArchipelagoError) for error in errors.values()):
+            has_defect.set()  # only a mistake in our code explains that error
             continue
-        for shard, thread in enumerate(threads):
-            if thread.error and time.monotonic() - thread.ended_at >= again_seconds:
-                threads[shard] = begun(shard)
-    if broken := sorted((thread for thread in threads if thread.error), key=lambda thread: not thread.has_defect):
-        assert broken[0].error is not None  # noqa: S101
-        raise broken[0].error
-    return all(thread.is_over for thread in threads)
+        again_at = {shard: again_at.get(shard, now + again_seconds) for shard in errors}
+        for shard in (shard for shard, at in again_at.items() if now >= at):
+            shards[shard] = begun(shard)
+    if errors := _errors(shards):
+        raise min(errors.values(), key=lambda error: isinstance(error, ArchipelagoError))
+    return all(each.result() for each in shards)
+
+
+def _errors(shards: Sequence[Future[bool]]) -> dict[int, BaseException]:
+    """Return the error of each shard that could not be served, by its number."""
+    return {shard: error for shard, each in enumerate(shards) if each.done() and (error := each.exception())}
