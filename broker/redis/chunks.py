@@ -91,7 +91,8 @@ class ChunkStore:
         if len(payload) <= INLINE_BYTES:
             return {PAYLOAD: payload}
         where = _pointing(f"{name}.{secrets.token_hex(4)}", payload)
-        self._send(where, payload, range(int(where[CHUNKS])), seconds)
+        with self._connection.translated():
+            self._send(where, payload, range(int(where[CHUNKS])), seconds)
         return where
 
     def upload(self, name: str, payload: bytes) -> tuple[dict[str, str | bytes], list[str]]:
@@ -108,7 +109,9 @@ class ChunkStore:
         began = time.monotonic()
         where, found = self._begun(name, payload)
         wanted = zip(found[::2], _sizes(len(payload)), strict=True)
-        self._send(where, payload, [i for i, (length, size) in enumerate(wanted) if length != size], UPLOAD_SECONDS)
+        missing = [i for i, (length, size) in enumerate(wanted) if length != size]
+        with self._connection.translated():
+            self._send(where, payload, missing, UPLOAD_SECONDS)
         is_certain = set(found[1::2]) == {MISSING} and time.monotonic() < began + UPLOAD_SECONDS / 4
         return where, [] if is_certain else self.placed(where)
 
@@ -182,7 +185,8 @@ class ChunkStore:
         sizes = _sizes(size)
         # One byte more than the size shows a chunk that is longer, and no server sends more of it.
         commands = [("getrange", self._chunk(name, index), 0, length) for index, length in enumerate(sizes)]
-        return _read_joined(self._redis, commands, sizes, arrived)
+        with self._connection.translated():
+            return _read_joined(self._redis, commands, sizes, arrived)
 
     def found_keys(self, raw: Raw, limit: int) -> list[str]:
         """Return the chunks to which a hash points.

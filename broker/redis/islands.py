@@ -43,9 +43,8 @@ class RedisIsland:
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)
         signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
-        with self._connection.translated():
-            where, doubted = chunks.upload(chunks_name(contribution), payload)
-            failpoint("publish.placed")
+        where, doubted = chunks.upload(chunks_name(contribution), payload)
+        failpoint("publish.placed")
         try:
             with self._connection.watching(*doubted) as pipe:
                 if doubted:
@@ -253,10 +252,9 @@ class RedisIsland:
         with self._connection.translated():
             if not self._redis.hexists(self._keys.requests, who):
                 return
-            # Two newcomers may get the same state, and each deletes the chunks of its own answer.
-            name = f"{HANDOVER}{handover.incarnation}.{who.replace('/', '.')}.{handover.digest}"
-            where, _ = chunks.upload(name, payload)
-
+        # Two newcomers may get the same state, and each deletes the chunks of its own answer.
+        name = f"{HANDOVER}{handover.incarnation}.{who.replace('/', '.')}.{handover.digest}"
+        where, _ = chunks.upload(name, payload)
         signed = self._signing.signed("handover", to_fields(handover), about=who, payload=payload)
 
         def answer(pipe: Any) -> None:
@@ -272,14 +270,13 @@ class RedisIsland:
         self._connection.attempted(self._keys.requests, answer)
 
     def handed_over(self, who: str) -> tuple[Handover, bytes] | None:
-        with self._connection.translated():
-            raw = self._redis.hgetall(self._keys.handover(who))
-            if not raw:
-                return None
-            giver = raw.get(b"giver", b"").decode("utf-8", "replace")
-            self._signing.verify("handover", giver, raw, about=who)
-            handover = from_raw(Handover, raw)
-            payload = self._chunks.of(handover.giver).fetch(raw, handover.bytes, self._handover_max())
+        raw = self._connection.hash_at(self._keys.handover(who))
+        if not raw:
+            return None
+        giver = raw.get(b"giver", b"").decode("utf-8", "replace")
+        self._signing.verify("handover", giver, raw, about=who)
+        handover = from_raw(Handover, raw)
+        payload = self._chunks.of(handover.giver).fetch(raw, handover.bytes, self._handover_max())
         if len(payload) != handover.bytes:
             raise WireError(
                 f"a payload of {len(payload)} bytes where {handover.bytes} were announced", code="wire.payload"
@@ -288,20 +285,19 @@ class RedisIsland:
 
     def withdraw_request(self, who: str) -> None:
         key = self._keys.handover(who)
-        with self._connection.translated():
-            raw = self._redis.hgetall(key)
-            with self._redis.pipeline(transaction=True) as pipe:
-                pipe.hdel(self._keys.requests, who)
-                pipe.unlink(key)
-                pipe.execute()
-            self._drop(raw)
+        answer = self._connection.hash_at(key)
+        with self._connection.transaction() as pipe:
+            pipe.hdel(self._keys.requests, who)
+            pipe.unlink(key)
+        self._drop(answer)
 
     def _drop(self, answer: Raw) -> None:
         """Delete the chunks of an answer. A forged one may point to any chunks of the island that it names."""
         giver = answer.get(b"giver", b"").decode("utf-8", "replace")
         found = self._chunks.of(giver).found_keys(answer, self._handover_max()) if is_name(giver) else []
         if chunks := [key for key in found if key.startswith(self._keys.handover_chunks(giver))]:
-            self._redis.unlink(*chunks)
+            with self._connection.translated():
+                self._redis.unlink(*chunks)
 
     def _handover_max(self) -> int:
         return 4 * 3 * sum(self._stored.shape().sizes) + (1 << 20)  # two float32 moments per parameter, with a margin

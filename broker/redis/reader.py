@@ -93,11 +93,10 @@ class RedisReader:
                 raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
             self._signing.verify("fragment", MERGER, raw, about=str(fragment))
             snapshot = from_raw(Snapshot, raw)
-            with self.connection.translated():
-                try:
-                    payload = self.chunks.fetch(raw, snapshot.bytes, arrived=arrived)
-                except WireError:
-                    continue  # a newer snapshot has replaced it, and its chunks expired during the read
+            try:
+                payload = self.chunks.fetch(raw, snapshot.bytes, arrived=arrived)
+            except WireError:
+                continue  # a newer snapshot has replaced it, and its chunks expired during the read
             self._events.accept(self._keys.fragment(fragment), raw)
             return snapshot, payload
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
@@ -109,16 +108,13 @@ class RedisReader:
         return [found.get(p) for p in range(len(shape.fragments))]
 
     def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
-        with self.connection.translated():
-            try:
-                raw = self._redis.hgetall(self._keys.difference(fragment, version))
-                if raw:
-                    self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
-                payload = self.chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived) if raw else None
-                is_sound = payload is not None and is_digest(raw[b"digest"].decode(), payload)
-            except (WireError, KeyError, ValueError):
-                return None  # it expired during the read, or is damaged; the island takes the full snapshot
-            return payload if is_sound else None
+        raw = self.connection.hash_at(self._keys.difference(fragment, version))
+        try:
+            self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
+            payload = self.chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived)
+            return payload if is_digest(raw[b"digest"].decode(), payload) else None
+        except (WireError, KeyError, ValueError):
+            return None  # it is gone, expired during the read, or is damaged; the island takes the full snapshot
 
     def _head(self, p: int, found: Raw | None) -> Snapshot | None:
         if not found:

@@ -197,8 +197,7 @@ class Compactions:
             raise WireError(f"the stored outer state of fragment {fragment} is damaged") from None
         if found != version:
             raise WireError(f"the stored outer state of fragment {fragment} is not of version {version}")
-        with self._connection.translated():
-            payload = self._chunks.fetch(raw, size)
+        payload = self._chunks.fetch(raw, size)
         if not is_digest(raw.get(b"digest", b"").decode("ascii", "replace"), payload):
             raise WireError(f"the stored outer state of fragment {fragment} is not the announced one")
         return payload
@@ -210,9 +209,8 @@ class Compactions:
         snapshot, payload, outer = compaction.snapshot, compaction.payload, compaction.outer
         signing, about, stamp = self._connection.signing, str(snapshot.fragment), self._connection.stamps.next(epoch)
         name = f"{snapshot.fragment}.{snapshot.version}.e{epoch}"
-        with self._connection.translated():
-            payload_at = self._chunks.place(f"f{name}", payload, seconds)
-            outer_at = self._chunks.place(f"o{name}", outer, seconds) if outer else {}
+        payload_at = self._chunks.place(f"f{name}", payload, seconds)
+        outer_at = self._chunks.place(f"o{name}", outer, seconds) if outer else {}
         signed = signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
         of_outer = {"version": str(snapshot.version), "bytes": str(len(outer))}
         signed_outer = signing.signed("outer", of_outer, about=about, payload=outer) if outer else {}
@@ -243,8 +241,7 @@ class Compactions:
     def write_difference(self, write: Write, epoch: int, commit: Commit) -> None:
         """Upload the difference of a commit, point to it, and delete the one that is too old."""
         p, version, keys = commit.snapshot.fragment, commit.snapshot.version, self._keys
-        with self._connection.translated():
-            where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, PLACED_SECONDS)
+        where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, PLACED_SECONDS)
         key, size = keys.difference(p, version), {"bytes": str(len(commit.difference))}
         signing = self._connection.signing
         signed = signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)

@@ -149,8 +149,7 @@ class UpdatesStreams:
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
     def _download(self, entry: str, chunks: ChunkStore, raw: Raw, size: int) -> bytes:
-        with self._connection.translated():
-            payload = chunks.fetch(raw, size)
+        payload = chunks.fetch(raw, size)
         if entry and self._connection.signing.is_on and PAYLOAD.encode() not in raw:
             self.digests[entry] = digests_of(payload)
             for old in list(self.digests)[:-DIGESTS_MAX]:  # of what was refused
