@@ -41,15 +41,7 @@ from archipelago.ops.bench.accelerator_processes import (
     sync_in_torch,
     train_only,
 )
-from archipelago.ops.bench.harness import (
-    WHOLE,
-    Spent,
-    child,
-    halves_of_the_cores,
-    own_redis,
-    require_linux,
-    serve_merger,
-)
+from archipelago.ops.bench.harness import Spent, child, halves_of_the_cores, own_redis, require_linux, serve_merger
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row
 from archipelago.ops.launch.devices import MEMORY_SHARE, memory_share
 from archipelago.ops.settings import is_given, say
@@ -282,7 +274,6 @@ def piece_rows(found: IslandTurns, merger: Mapping[str, Spent]) -> list[dict[str
         )
         for who, pieces in (("merger", merger), ("island", found.pieces))
         for piece, spent in pieces.items()
-        if piece != WHOLE
     ]
 
 

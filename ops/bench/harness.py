@@ -184,13 +184,11 @@ OF_MERGER = {
     f"{_REDIS}.chunks:ChunkStore.place": "upload",
     f"{_REDIS}.merger:RedisMerger.commit": "commit",
 }
-WHOLE = "whole process"
 
 
 class Spent(NamedTuple):
-    """What calls have taken: their number, seconds, and seconds of processor time."""
+    """What calls have taken: seconds, and seconds of processor time."""
 
-    calls: float = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
@@ -201,8 +199,8 @@ class Spent(NamedTuple):
 class Pieces:
     """Counts the time of functions by name of their piece. Replaces the functions in their modules for good.
 
-    A function's time excludes that of named functions which it calls. Processor time is that of the calling thread; the
-    threads of XLA and numpy count only in the row of the whole process.
+    A function's time excludes that of named functions which it calls. Processor time is that of the calling thread,
+    without the threads of XLA and numpy.
 
     Args:
         places: The name of the piece of each function, which is written `module:attribute` or `module:Class.attribute`.
@@ -220,23 +218,23 @@ class Pieces:
             setattr(owner, attribute, self._timed(name, getattr(owner, attribute)))
 
     def spent(self) -> dict[str, Spent]:
-        """Return what each piece has taken since the beginning, and last the whole process."""
+        """Return what each piece has taken since the beginning."""
         with self._lock:
-            return {**self._spent, WHOLE: Spent(1, time.perf_counter(), time.process_time())}
+            return dict(self._spent)
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*arguments: Any, **named: Any) -> Any:
             outer, self._local.inner = getattr(self._local, "inner", Spent()), Spent()
-            began = Spent(0, *(clock() for clock in self._seconds))
+            began = Spent(*(clock() for clock in self._seconds))
             try:
                 return function(*arguments, **named)
             finally:
-                taken = Spent(1, *(clock() for clock in self._seconds)) - began
+                taken = Spent(*(clock() for clock in self._seconds)) - began
                 with self._lock:
                     before, inner = self._spent[name], self._local.inner
                     self._spent[name] = before - (inner - taken)
-                self._local.inner = Spent(0, outer.seconds + taken.seconds, outer.cpu_seconds + taken.cpu_seconds)
+                self._local.inner = Spent(outer.seconds + taken.seconds, outer.cpu_seconds + taken.cpu_seconds)
 
         return timed
 

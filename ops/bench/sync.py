@@ -36,17 +36,7 @@ from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
-from archipelago.ops.bench.harness import (
-    OF_ISLAND,
-    MeasuredProcess,
-    Pieces,
-    Spent,
-    child,
-    manifest_of,
-    own_run,
-    serve_merger,
-    wait_until,
-)
+from archipelago.ops.bench.harness import MeasuredProcess, child, manifest_of, own_run, serve_merger, wait_until
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row, taking_turns
 from archipelago.ops.launch.devices import memory_share
 from archipelago.ops.launch.supervisor import Child, thread_environment
@@ -86,8 +76,6 @@ class SyncOptions(OutputOptions):
     """Play fewer rounds."""
     rule: Rule = "isotropic"
     """The merge rule. torchft's is `average`."""
-    pieces: bool = False
-    """Show where the time of a sync on loopback goes, instead of a comparison."""
     parameters: int = PARAMETERS
     """How many elements the model has."""
 
@@ -108,8 +96,6 @@ class SyncOptions(OutputOptions):
 
 
 def main(options: SyncOptions) -> int:
-    if options.pieces:
-        return finish("sync-pieces", in_pieces(options), options)
     return finish("sync", sync(options), options)
 
 
@@ -119,31 +105,6 @@ class Synced(NamedTuple):
     seconds: float
     committed: bool
     megabytes: float = math.nan
-
-
-def in_pieces(options: SyncOptions) -> dict[str, Any]:
-    """Measure where the time of a sync goes. Return plain data with `rows`.
-
-    For each piece of the merger and of one island, these have the calls, the milliseconds and the milliseconds of
-    processor time of a sync, and the milliseconds as a share of a sync. Pieces of several threads and processes run at
-    the same time.
-    """
-    with two_islands(options) as ours:
-        for _ in range(WARM_UPS):
-            ours.sync()
-        before = ours.spent()
-        seconds = statistics.fmean(ours.sync().seconds for _ in range(options.rounds))
-        after = ours.spent()
-    say(f"a sync takes {seconds:.3f} s, mean of {options.rounds}")
-    rows = []
-    for process, earlier, later in zip(("merger", "island"), before, after, strict=True):
-        for piece, spent in later.items():
-            calls, wall, cpu = (each / options.rounds for each in spent - earlier[piece])
-            rows.append({
-                "process": process, "piece": piece, "calls": calls, "ms": 1e3 * wall, "cpu_ms": 1e3 * cpu,
-                "share": wall / seconds,
-            })  # fmt: skip
-    return {"parameters": sum(tensor.size for tensor in options.tensors), "seconds": seconds, "rows": rows}
 
 
 def sync(options: SyncOptions) -> dict[str, Any]:
@@ -193,13 +154,13 @@ def two_islands(options: SyncOptions) -> Iterator[TwoIslands]:
         first = [pack(random.standard_normal(elements, np.float32), "float32", 0) for elements in manifest.sizes]
         server, made = held.enter_context(own_run(manifest, first))
         # While the merger works, the islands wait, so its spectra may use all cores.
-        merger = held.enter_context(child(serve_merger, server.url, RUN, (), PROCESSES, usable_cores(), options.pieces))
+        merger = held.enter_context(child(serve_merger, server.url, RUN, (), PROCESSES, usable_cores()))
         merger.receive(PATIENCE_SECONDS)
         islands = [held.enter_context(child(_train, server.url, name, options)) for name in ISLANDS]
         for island in islands:
             island.receive(2 * PATIENCE_SECONDS)
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
-        found = TwoIslands(made, merger, islands)
+        found = TwoIslands(made, islands)
         # The merger may close the first rounds before it knows both islands.
         wait_until(lambda: found.sync().committed, "sync of both islands", PATIENCE_SECONDS)
         yield found
@@ -219,8 +180,8 @@ def _manifest(options: SyncOptions) -> Manifest:
 class TwoIslands:
     """The run seen from outside: commands to its islands, and what Redis says about it."""
 
-    def __init__(self, transport: Transport, merger: MeasuredProcess, islands: Sequence[MeasuredProcess]) -> None:
-        self.transport, self.merger, self.islands = transport, merger, islands
+    def __init__(self, transport: Transport, islands: Sequence[MeasuredProcess]) -> None:
+        self.transport, self.islands = transport, islands
 
     def sync(self) -> Synced:
         """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
@@ -229,11 +190,6 @@ class TwoIslands:
         seconds = max(end.at for end in ends) - min(end.began for end in ends)
         newest = self.transport.reader.tape(FRAGMENTS)
         return Synced(seconds, all(len(entry.members) == len(ISLANDS) for entry in newest), ends[-1].bytes / 1e6)
-
-    def spent(self) -> tuple[dict[str, Spent], dict[str, Spent]]:
-        """Return what the pieces of the merger and of the first island have taken since they started."""
-        merger, island = _ask((self.merger, self.islands[0]), "pieces")
-        return merger, island
 
 
 # -- the processes ----------------------------------------------------------------------------------------------------
@@ -258,7 +214,6 @@ def _train(pipe: Connection, url: str, name: str, options: SyncOptions) -> None:
     """An island's process: obey commands."""
     # as the launcher does, and before JAX looks at its devices
     os.environ |= {**thread_environment(PROCESSES), **memory_share(len(ISLANDS))}
-    pieces = Pieces(OF_ISLAND if options.pieces else {})
     return_freed_memory()  # The real island does this too.
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
@@ -271,15 +226,12 @@ def _train(pipe: Connection, url: str, name: str, options: SyncOptions) -> None:
     island.beat("training")
     pipe.send("ready")
     while True:
-        match pipe.recv():
-            case "advance":
-                island.advance()
-                jax.block_until_ready(island.inner.params)  # type: ignore[no-untyped-call]
-                pipe.send("advanced")
-            case "sync":
-                pipe.send(_synced(island))
-            case _:
-                pipe.send(pieces.spent())
+        if pipe.recv() == "sync":
+            pipe.send(_synced(island))
+        else:
+            island.advance()
+            jax.block_until_ready(island.inner.params)  # type: ignore[no-untyped-call]
+            pipe.send("advanced")
 
 
 def _synced(island: Island) -> Counts:
