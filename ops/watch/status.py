@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,19 +43,6 @@ ROWS = 40
 #: How many islands with the same problem are named.
 NAMED = 8
 FRAMES_A_SECOND = 4.0
-#: The columns of the table of islands; docs/guide/watch.md says what each means. The names are short so that the
-#: table fits into 80 columns.
-COLUMNS: Final = (
-    "island", "state", "steps", "tokens/s", "loss", "lag", "part", "score", "queue", "up", "down", "seen",
-)  # fmt: skip
-#: The columns that only a terminal of this width shows.
-_FROM_WIDTH = {
-    88: ("score",),
-    80: ("up", "down"),
-    66: ("queue", "lag"),
-    58: ("tokens/s",),
-    46: ("part", "seen", "steps"),
-}
 #: Lines of the live screen without islands and events, about.
 _OTHER_LINES = 14
 _ISLANDS_LEAST, _EVENTS_SHOWN = 3, 8
@@ -249,6 +236,29 @@ def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
     return [*out, *(Text(printable(line), style="yellow") for line in lines)]
 
 
+def _state(island: IslandView) -> Text:
+    style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
+    return Text("silent" if island.is_silent else island.state, style=style)
+
+
+#: The columns of the table of islands, each with the width of the terminals that show it, and its cells. The names are
+#: short so that the table fits into 80 columns; docs/guide/watch.md says what each means.
+COLUMNS: Final[Mapping[str, tuple[int, Callable[[IslandView], Text | str]]]] = {
+    "island": (0, lambda island: island.name),
+    "state": (0, _state),
+    "steps": (46, lambda island: f"{island.steps:,}"),
+    "tokens/s": (58, lambda island: f"{island.tokens_per_second:,.0f}" if island.live else "–"),
+    "loss": (0, lambda island: number(island.loss)),
+    "lag": (66, lambda island: f"{island.staleness:.2f}"),
+    "part": (46, lambda island: f"{island.participation:.0%}"),
+    "score": (88, lambda island: Text(number(island.score, 2), style="yellow" if island.factor < 1.0 else "")),
+    "queue": (66, lambda island: str(island.backlog)),
+    "up": (80, lambda island: size(island.bytes_up)),
+    "down": (80, lambda island: size(island.bytes_down)),
+    "seen": (46, lambda island: ago(island.last_seen_seconds)),
+}
+
+
 @dataclass(frozen=True)
 class Islands:
     """The table of islands, with as many columns as fit. It has at most `rows` rows; live islands come first."""
@@ -257,16 +267,13 @@ class Islands:
     rows: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        left_out = {column for least, names in _FROM_WIDTH.items() if width < least for column in names}
-        columns = [column for column in COLUMNS if column not in left_out]
-        table = new_table(*columns, numbers=columns[2:], collapse_padding=True)
+        cells = {name: cell for name, (least, cell) in COLUMNS.items() if options.max_width >= least}
+        table = new_table(*cells, numbers=[*cells][2:], collapse_padding=True)
         for index, column in enumerate(table.columns):  # If room is short, names go on in the next line.
             column.no_wrap, column.overflow = index > 0, "fold"
         shown, rest = self._chosen()
         for island in shown:
-            cells = _row(island)
-            table.add_row(*(cells[column] for column in columns))
+            table.add_row(*(cell(island) for cell in cells.values()))
         yield table
         if rest:
             live = sum(island.live for island in rest)
@@ -280,22 +287,3 @@ class Islands:
         ordered = sorted(islands, key=lambda island: (not island.live, island.last_seen_seconds > 60.0))
         kept = max(1, self.rows - 1)  # The last row counts the rest.
         return ordered[:kept], ordered[kept:]
-
-
-def _row(island: IslandView) -> dict[str, Text | str]:
-    style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
-    state = "silent" if island.is_silent else island.state
-    return {
-        "island": island.name,
-        "state": Text(state, style=style),
-        "steps": f"{island.steps:,}",
-        "tokens/s": f"{island.tokens_per_second:,.0f}" if island.live else "–",
-        "loss": number(island.loss),
-        "lag": f"{island.staleness:.2f}",
-        "part": f"{island.participation:.0%}",
-        "score": Text(number(island.score, 2), style="yellow" if island.factor < 1.0 else ""),
-        "queue": str(island.backlog),
-        "up": size(island.bytes_up),
-        "down": size(island.bytes_down),
-        "seen": ago(island.last_seen_seconds),
-    }
