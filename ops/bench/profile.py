@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from archipelago.ops.simulation.failures import covered
+
 #: An event of a device, from its begin to its end, in nanoseconds.
 Span = tuple[float, float]
 #: The names of events of CUDA that cross between host and device. A copy within the device is part of a program.
@@ -50,13 +52,9 @@ def device_times(folder: Path) -> DeviceTimes | None:
         whole = running[-1][1] - running[0][0] if running else 0.0
         gaps = [later[0] - earlier[1] for earlier, later in pairwise(running)]
         waits = sum(gap for gap in gaps if gap >= GAP_NS)
-        found.append(DeviceTimes(_length(copies), overlap(copies, running), whole, waits))
+        hidden = sum(covered(running, begin, end) for begin, end in copies)
+        found.append(DeviceTimes(sum(end - begin for begin, end in copies), hidden, whole, waits))
     return DeviceTimes(*(1e-9 * sum(each) for each in zip(*found, strict=True))) if any(map(any, found)) else None
-
-
-def overlap(spans: Sequence[Span], apart: Sequence[Span]) -> float:
-    """Return how long the spans passed during one of others, which are apart from each other."""
-    return sum(max(0.0, min(to, end) - max(since, begin)) for since, to in spans for begin, end in apart)
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
@@ -68,7 +66,3 @@ def joined(spans: Sequence[Span]) -> list[Span]:
         else:
             found.append((begin, end))
     return found
-
-
-def _length(spans: Sequence[Span]) -> float:
-    return sum(end - begin for begin, end in spans)

@@ -181,7 +181,7 @@ def _state_after(what: str, state: str, before_stop: str) -> str:
 
 def seconds_in(spans: Sequence[Span], state: str, begin: float, end: float) -> float:
     """Return the seconds of a window in which an island had that state."""
-    return sum(max(0.0, min(s.end, end) - max(s.begin, begin)) for s in spans if s.state == state)
+    return covered(((span.begin, span.end) for span in spans if span.state == state), begin, end)
 
 
 def uptime(storm: StormRecord, states: Timelines) -> float:
