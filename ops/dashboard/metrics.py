@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from archipelago.ops.watch.advice import merge_loads
 from archipelago.ops.watch.run_view import RunView
@@ -86,7 +87,7 @@ RUN_ISLAND = {
 }
 
 
-class RunCollector:
+class RunCollector(Collector):
     """A collector of a run's metrics from one reading of Redis."""
 
     def __init__(self, view: RunView) -> None:
@@ -123,6 +124,4 @@ def family(
 def render(view: RunView) -> bytes:
     """Return the run's metrics in Prometheus' text format (`CONTENT_TYPE`)."""
     disable_created_metrics()  # type: ignore[no-untyped-call] # these series would double the size of each scrape
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(RunCollector(view))
-    return generate_latest(registry)
+    return generate_latest(RunCollector(view))
