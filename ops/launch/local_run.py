@@ -18,7 +18,7 @@ from rich.text import Text
 from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import chosen
 from archipelago.broker.errors import ArchipelagoError, BrokerError
-from archipelago.broker.manifest import Manifest, loss_unit
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.progress import progress
@@ -237,7 +237,6 @@ class LocalRun:
         return run_report.summary(
             view,
             curve,
-            loss_unit(self.manifest.corpus),
             tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
             seconds=self.seconds,
             server=server,

@@ -11,7 +11,7 @@ from typing import Any
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.manifest import LossUnit
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.process import finite, print_json
 from archipelago.broker.redis.keys import checked_name
@@ -119,7 +119,6 @@ def _escaped_script(script: str) -> str:
 def summary(
     view: RunView,
     one_process: Curve,
-    unit: LossUnit,
     *,
     tokens_per_second: float,
     seconds: float,
@@ -129,6 +128,7 @@ def summary(
 
     `one_process` has the results of the comparison as evaluations have them; it is empty if none ran.
     """
+    unit = loss_unit(view.manifest.corpus)
     return {
         **{name: getattr(view, name) for name in _OF_VIEW},
         "finished": not view.unfinished,

@@ -17,7 +17,6 @@ import pytest
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Counters, Evaluation
 from archipelago.broker.process import guarded
@@ -81,14 +80,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transport = MemoryBroker().connect("sample")
     fill(transport)
     view = observe(transport, MANIFEST)
-    summary = run_report.summary(
-        view,
-        [(100, 6.0), (200, 5.0)],
-        loss_unit(MANIFEST.corpus),
-        tokens_per_second=1.0,
-        seconds=1.0,
-        server="none",
-    )
+    summary = run_report.summary(view, [(100, 6.0), (200, 5.0)], tokens_per_second=1.0, seconds=1.0, server="none")
     run_report.write(folder, summary)
     pending = samples.packed(np.zeros(MANIFEST.sizes[0], np.float32))
     image = samples.image(MANIFEST, [pending], noise=b"", tape=transport.reader.tape(99),
