@@ -79,13 +79,12 @@ class VirtualRun:
         work: Workload,
         step_seconds: Sequence[float],
         connect: Callable[[], Transport] | None = None,
-        clock: VirtualClock | None = None,
         run: str = "virtual",
         sending_seconds: Sequence[float] = (),
         others: Mapping[str, Workload] | None = None,
         shards: int = 1,
     ) -> None:
-        self.clock = clock or VirtualClock()
+        self.clock = VirtualClock()
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
         self._work, self._others = work, dict(others or {})
