@@ -36,14 +36,13 @@ from archipelago.ops.bench.accelerator_processes import (
     TimedTurn,
     TorchTurns,
     create_run,
-    say_backend,
     sync_and_not,
     sync_in_torch,
     train_only,
 )
 from archipelago.ops.bench.harness import Spent, child, halves_of_the_cores, own_redis, require_linux, serve_merger
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row
-from archipelago.ops.launch.devices import MEMORY_SHARE, memory_share
+from archipelago.ops.launch.devices import MEMORY_SHARE, accelerators, memory_share
 from archipelago.ops.settings import is_given, say
 
 Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra"]
@@ -117,8 +116,7 @@ def sizes_of(options: AcceleratorOptions) -> tuple[str, ...]:
 def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOptions) -> dict[str, Any]:
     """Measure each model, and the quantiser. Return plain data with `rows`."""
     parts = options.parts or PARTS
-    with child(say_backend) as probe:
-        backend = str(probe.receive())
+    backend = device.platform if (device := accelerators()) else "cpu"
     models: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     for size in sizes:

@@ -79,13 +79,6 @@ class IslandTurns:
     pieces: dict[str, Spent] = field(default_factory=dict)
 
 
-def say_backend(pipe: Connection) -> None:
-    """Send JAX's default backend. The process must end then, or it would keep the accelerator from the island."""
-    import jax
-
-    pipe.send(jax.default_backend())
-
-
 def create_run(pipe: Connection, url: str, config: RunConfig) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
