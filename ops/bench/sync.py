@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -125,10 +126,10 @@ def sync(options: SyncOptions) -> dict[str, Any]:
     }
 
 
-def _turns(options: SyncOptions, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
+def _turns(options: SyncOptions, ours: Callable[[], Synced], theirs: Torchft) -> list[dict[str, Any]]:
     if theirs.reason:
         say(f"torchft is left out: {theirs.reason}")
-    sides: list[Callable[[], Synced]] = [ours.sync] if theirs.reason else [ours.sync, theirs.sync]
+    sides = [ours] if theirs.reason else [ours, theirs.sync]
     found = taking_turns(sides, options.rounds, WARM_UPS)
     against = "" if theirs.reason else theirs.name
 
@@ -147,8 +148,8 @@ def _turns(options: SyncOptions, ours: TwoIslands, theirs: Torchft) -> list[dict
 
 
 @contextlib.contextmanager
-def two_islands(options: SyncOptions) -> Iterator[TwoIslands]:
-    """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync."""
+def two_islands(options: SyncOptions) -> Iterator[Callable[[], Synced]]:
+    """Start a Redis as `up` does, a merger and two islands. Yield what syncs them once, when they are ready to."""
     with contextlib.ExitStack() as held:
         manifest, random = _manifest(options), np.random.default_rng(0)
         first = [pack(random.standard_normal(elements, np.float32), "float32", 0) for elements in manifest.sizes]
@@ -160,10 +161,10 @@ def two_islands(options: SyncOptions) -> Iterator[TwoIslands]:
         for island in islands:
             island.receive(2 * PATIENCE_SECONDS)
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
-        found = TwoIslands(made, islands)
+        sync_once = partial(_sync_both, made, islands)
         # The merger may close the first rounds before it knows both islands.
-        wait_until(lambda: found.sync().committed, "sync of both islands", PATIENCE_SECONDS)
-        yield found
+        wait_until(lambda: sync_once().committed, "sync of both islands", PATIENCE_SECONDS)
+        yield sync_once
 
 
 def _manifest(options: SyncOptions) -> Manifest:
@@ -177,19 +178,13 @@ def _manifest(options: SyncOptions) -> Manifest:
     return manifest_of(RUN, settings, options.tensors, balanced(options.tensors, FRAGMENTS))
 
 
-class TwoIslands:
-    """The run seen from outside: commands to its islands, and what Redis says about it."""
-
-    def __init__(self, transport: Transport, islands: Sequence[MeasuredProcess]) -> None:
-        self.transport, self.islands = transport, islands
-
-    def sync(self) -> Synced:
-        """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
-        _ask(self.islands, "advance")
-        ends = _ask(self.islands, "sync")
-        seconds = max(end.at for end in ends) - min(end.began for end in ends)
-        newest = self.transport.reader.tape(FRAGMENTS)
-        return Synced(seconds, all(len(entry.members) == len(ISLANDS) for entry in newest), ends[-1].bytes / 1e6)
+def _sync_both(transport: Transport, islands: Sequence[MeasuredProcess]) -> Synced:
+    """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
+    _ask(islands, "advance")
+    ends = _ask(islands, "sync")
+    seconds = max(end.at for end in ends) - min(end.began for end in ends)
+    newest = transport.reader.tape(FRAGMENTS)
+    return Synced(seconds, all(len(entry.members) == len(ISLANDS) for entry in newest), ends[-1].bytes / 1e6)
 
 
 # -- the processes ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from archipelago.ops.bench.harness import Spent
 from archipelago.ops.bench.merge import _BareNesterov, timed_row
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
 from archipelago.ops.bench.profile import DeviceTimes
-from archipelago.ops.bench.sync import Synced, SyncOptions, Torchft, TwoIslands
+from archipelago.ops.bench.sync import Synced, SyncOptions, Torchft
 from archipelago.ops.launch.devices import Accelerators
 from tests.failing import failing
 
@@ -253,19 +253,10 @@ def test_tensors_have_one_shape() -> None:
     assert sum(tensor.size for tensor in TINY.tensors) == 12_000
 
 
-class FakeIslands:
-    """Two islands without processes, of which the first syncs are slow."""
-
-    def __init__(self) -> None:
-        self.left = [*[(9.0, True)] * bench_sync.WARM_UPS, (4.0, True), (2.0, True), (1.0, True)]
-
-    def sync(self) -> Synced:
-        return Synced(*self.left.pop(0), megabytes=10.0)
-
-
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None:
+    syncs = iter(Synced(seconds, True, 10.0) for seconds in (*[9.0] * bench_sync.WARM_UPS, 4.0, 2.0, 1.0))
     with Torchft(TINY, _script(tmp_path, STAND_IN)) as other:
-        seconds, committed, megabytes = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other)
+        seconds, committed, megabytes = bench_sync._turns(TINY, lambda: next(syncs), other)
     assert (seconds["ours"], seconds["against"], seconds["theirs"], seconds["ratio"]) == (2.0, "torchft 9.9", 2.0, 1.0)
     assert (committed["ours"], committed["theirs"]) == (3, 0)
     assert megabytes["ours"] == 10.0
