@@ -34,7 +34,7 @@ from archipelago.ops.dashboard.page_data import Boards
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.run_list import RunEntry, entry_of
-from archipelago.ops.watch.status import ROWS, render
+from archipelago.ops.watch.status import render
 from tests import samples
 
 HEIGHTS, THEMES, COLUMNS = {1440: 900, 390: 844}, ("light", "dark"), (60, 80, 140)
@@ -240,7 +240,7 @@ def main(folder: Path, states: Sequence[str]) -> None:
                 (folder / f"{state}-{width}-{theme}.png").write_bytes(found)
         for state, columns in product((state for state, run in runs.items() if not run.reader.hangs), COLUMNS):
             with (folder / f"{state}-{columns}.txt").open("w", encoding="utf-8") as file:
-                Console(file=file, width=columns).print(render(watches[state].read(), ROWS))
+                Console(file=file, width=columns).print(render(watches[state].read()))
 
 
 if __name__ == "__main__":

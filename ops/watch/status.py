@@ -86,7 +86,7 @@ def main(options: StatusOptions) -> int:
     if options.json:
         print_json(plain(reading) | {"state": state_line(reading)})
     else:
-        Console(highlight=False).print(render(reading, ROWS))
+        Console(highlight=False).print(render(reading))
     grave = ("bad", "warn") if options.strict else ("bad",)
     return 1 if reading.problems and reading.problems[0].mood in grave else 0
 
@@ -110,18 +110,14 @@ def _watch(found: FoundRun) -> None:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def render(reading: RunReading, rows: int | None = None) -> RenderableType:
-    """Return the run's state, its lines, its islands and its problems.
-
-    Args:
-        rows: The most islands, and the most problems; a last line counts the rest.
-    """
+def render(reading: RunReading) -> RenderableType:
+    """Return the run's state, lines, islands and problems; of the last two at most ROWS, with a count of the rest."""
     view, lines = reading.view, problem_lines(reading.view, reading.problems)
-    if rows is not None and len(lines) > rows:
-        lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
+    if len(lines) > ROWS:
+        lines = [*lines[: ROWS - 1], Text(f"… and {len(lines) - ROWS + 1:,} more problems", style="dim")]
     state = state_line(reading)
     first = state_text(state, with_remedy=state.urgency == "idle")  # The lines of the problems have theirs.
-    return Group(first, run_lines(view), Islands(view, rows), *lines)
+    return Group(first, run_lines(view), Islands(view, ROWS), *lines)
 
 
 def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
@@ -264,7 +260,7 @@ class Islands:
     """The table of islands, with as many columns as fit. It has at most `rows` rows; live islands come first."""
 
     view: RunView
-    rows: int | None = None
+    rows: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = {name: cell for name, (least, cell) in COLUMNS.items() if options.max_width >= least}
@@ -282,7 +278,7 @@ class Islands:
     def _chosen(self) -> tuple[Sequence[IslandView], Sequence[IslandView]]:
         """Return the islands that are shown, and the rest."""
         islands = self.view.islands
-        if self.rows is None or len(islands) <= self.rows:
+        if len(islands) <= self.rows:
             return islands, ()
         ordered = sorted(islands, key=lambda island: (not island.live, island.last_seen_seconds > 60.0))
         kept = max(1, self.rows - 1)  # The last row counts the rest.

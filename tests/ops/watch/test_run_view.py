@@ -226,7 +226,7 @@ def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
     ]
     view = summarise(MANIFEST, TAPE, presences, COUNTERS, memory=MEMORY)
     shown = Console(width=80, record=True)
-    shown.print(render(RunReading(view, 0.0), rows=40))
+    shown.print(render(RunReading(view, 0.0)))
     text = shown.export_text()
     assert "… and 217 more, of which 117 live" in text
     assert "… and 217 more problems" in text
