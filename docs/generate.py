@@ -284,7 +284,7 @@ def recorded_by(path: Path) -> str:
 def studies_page() -> str:
     """Return the page of the recorded results of all studies."""
     page, folder = STUDIES, ROOT / "ops/experiments/studies"
-    for each in (study.load(folder, name) for name in study.names(folder)):
+    for each in (study.load(folder, path.stem) for path in sorted(folder.glob("*.jsonl"))):
         commit = recorded_by(folder / f"{each.name}.jsonl")
         page += f"\n## {each.name}\n\n{each.about.rstrip('?')}.\n{RECORDED} {commit}.\n\n"
         page += (

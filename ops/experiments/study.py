@@ -141,11 +141,6 @@ def load(folder: Path, name: str) -> Study:
     return Study(name, str(values.get("about", "")), tuple(first_seeds_first))
 
 
-def names(folder: Path) -> list[str]:
-    """Return the names of the studies in a folder: its TOML files that have a grid."""
-    return sorted(path.stem for path in folder.glob("*.toml") if "grid" in _toml(path))
-
-
 def trials_of(grid: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Trial]:
     """Yield the trials of a grid, a trial for each of its seeds. The settings of `base` are those of all trials."""
     lists = flat({k: v for k, v in grid.items() if k != "seeds"})

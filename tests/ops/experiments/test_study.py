@@ -39,7 +39,6 @@ def test_a_grid_is_the_product_of_its_lists_with_the_first_seed_first(folder: Pa
     ]
     config = study.trials[1].config
     assert (config.outer.rule, config.outer.learning_rate, config.sync.interval, config.seed) == ("sgd", 0.5, 12, 0)
-    assert studies.names(folder) == ["rates"], "a base is not a study"
 
 
 def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
@@ -64,8 +63,8 @@ def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
 
 
 def test_the_shipped_studies_can_be_loaded() -> None:
-    for name in studies.names(SHIPPED):
-        study = studies.load(SHIPPED, name)
+    for path in {*SHIPPED.glob("*.toml")} - {SHIPPED / "base.toml"}:
+        study = studies.load(SHIPPED, path.stem)
         assert study.about
         assert len(study.trials) >= 2
 
