@@ -165,19 +165,17 @@ class CurvePoint:
 
 #: Receives each evaluation of a run.
 Progress = Callable[[CurvePoint], None]
-Play = Callable[["Trial", "Workload", Progress], dict[str, Any]]
 
 
 def measure(
     trial: Trial,
     work: Workload | None = None,
-    play: Play | None = None,
     progress: Callable[[Record], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Run the trial and return its record. A run that diverges is a result too, with null as its loss.
 
-    By default it trains one of our models with its settings, as its kind says. At each evaluation, `progress` gets the
-    record so far, which also has the `share` of the run that is over.
+    By default it trains one of our models with its settings. At each evaluation, `progress` gets the record so far,
+    which also has the `share` of the run that is over.
     """
     if work is None:
         work = workload_of(trial.config, None)
@@ -207,7 +205,7 @@ def measure(
 
     found: dict[str, Any] = {}
     try:
-        found = (play or _played)(trial, work, note)
+        found = _played(trial, work, note)
     except DivergedError:
         points.append(CurvePoint(points[-1].tokens, math.nan))
     return record(points[0].bits_per_byte, **found)
