@@ -103,7 +103,7 @@ def all_runs(url: str | None, folder: Path) -> list[RunEntry]:
     A run in the folder that has no Redis of its own, or has this one, is the run of that name at the Redis.
     """
     address = url or os.environ.get(URL_VARIABLE, "")
-    at_redis = {entry.run: entry for entry in of_redis(url)} if address else {}
+    at_redis = {entry.run: entry for entry in of_redis(address)} if address else {}
     found = []
     for entry in of_folder(folder):
         path = Path(entry.where)
@@ -121,11 +121,10 @@ def _server(address: str) -> str:
     return (invited.url if invited else address).rpartition("@")[2].replace("localhost", "127.0.0.1")
 
 
-def of_redis(url: str | None) -> list[RunEntry]:
-    """Return the runs that this user may read at a Redis; without a URL, at $ARCHIPELAGO_URL. Raise BrokerError."""
-    address = url or os.environ.get(URL_VARIABLE, "")
+def of_redis(address: str) -> list[RunEntry]:
+    """Return the runs that this user may read at a Redis. Raise BrokerError."""
     with closing(connect_to(address, None if is_join_file(address) else "any")) as finder:  # A join file names its run.
-        return [_at(url, name, "redis") for name in finder.reader.runs()]
+        return [_at(address, name, "redis") for name in finder.reader.runs()]
 
 
 def of_folder(folder: Path) -> Iterator[RunEntry]:
@@ -147,9 +146,9 @@ def _traces(path: Path) -> list[Path]:
     return [trace for pattern in _TRACES for trace in path.glob(pattern)]
 
 
-def _at(url: str | None, run: str, where: str) -> RunEntry:
+def _at(address: str, run: str, where: str) -> RunEntry:
     try:
-        with closing(connect_to(url, run)) as transport:
+        with closing(connect_to(address, run)) as transport:
             return entry_of(transport, where)
     except (BrokerError, ConfigError):
         return RunEntry(run, where, "unreadable", is_served=False)
