@@ -154,7 +154,7 @@ def create(
     except UnknownRunError:  # There is no such run, or only its name.
         if not may_replace:
             require_no_islands(transport, can_replace=True)
-        manifest, params = _new(workload_of(config, task), transport.run, weights)
+        manifest, params = _new(workload_of(config, task, weights), transport.run, weights)
         manifest = replace(with_shards(manifest, shards), uid=uuid.uuid4().hex)
         if weights is not None:
             manifest = replace(manifest, versions={**manifest.versions, "weights": weights.resolve().name})
@@ -240,10 +240,7 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
     if isinstance(work.named, OurTask) and not require_tokenizer(files, work.named.corpus):
         say(f"warning: the weights in {weights} do not say which tokenizer they were trained with; it must be that of "
             f"the corpus {work.named.corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
-    params = files.load(manifest.tensors)
-    if isinstance(work.named, OurTask):
-        require_model(files, work.config.model.size)
-    return manifest, params
+    return manifest, files.load(manifest.tensors)
 
 
 def require_same(found: Manifest, config: RunConfig, task: str | None = None) -> None:
