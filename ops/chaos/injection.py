@@ -22,12 +22,14 @@ from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.record import ProcessEvent
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.launch.supervisor import Child
+from archipelago.ops.launch.supervisor import Child, stop_all
 from archipelago.ops.settings import say
 
 TICK_SECONDS, CHECK_SECONDS = 0.01, 0.1
 #: A process that ends without a fault is restarted after this time.
 UNPLANNED_SECONDS = 1.0
+#: How long the processes may take to end after the storm.
+END_SECONDS = 5.0
 
 
 @dataclass(eq=False)
@@ -143,9 +145,7 @@ class FaultInjector:
         for target in self.targets.values():
             if target.started and target.process.alive():
                 target.signal(signal.SIGCONT)
-        for target in self.targets.values():
-            if isinstance(target.process, Child):
-                target.process.stop(5.0)
+        stop_all([each.process for each in self.targets.values() if isinstance(each.process, Child)], END_SECONDS)
 
     def _call_at(self, at: float, action: Callable[[], None]) -> None:
         """Call `action` at a time, or earlier when the faults end."""

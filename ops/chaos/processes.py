@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
 from archipelago.ops.launch.devices import memory_share
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.init import create
-from archipelago.ops.launch.supervisor import ISLAND, Child, IslandStandbys, thread_environment
+from archipelago.ops.launch.supervisor import ISLAND, Child, IslandStandbys, stop_all, thread_environment
 from archipelago.ops.settings import say
 
 JOIN_SECONDS, LEAVE_SECONDS, DRAIN_SECONDS = 180.0, 30.0, 60.0
@@ -230,13 +229,8 @@ class RunProcesses(FaultInjector):
 
     def drain(self) -> bool:
         """Let the islands send their last contributions and leave. Return whether the merger has merged all of them."""
+        stop_all([each.process for each in self.islands if isinstance(each.process, Child)], LEAVE_SECONDS)
         for island in self.islands:
-            if not island.dead:
-                island.signal(signal.SIGTERM)
-        deadline = time.monotonic() + LEAVE_SECONDS
-        for island in self.islands:
-            assert isinstance(island.process, Child)  # noqa: S101
-            island.process.wait(deadline - time.monotonic())
             island.dead = True
         deadline = time.monotonic() + DRAIN_SECONDS
         while time.monotonic() < deadline:
