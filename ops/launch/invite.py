@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import tyro
 
@@ -228,9 +228,7 @@ def _explain_first(administrator: Administrator, role: Role) -> None:
 
 def warnings(administrator: Administrator, invited: Invitation, *, created: bool) -> Iterator[str]:
     """Yield what makes an invitation weaker than it should be."""
-    host = invited.url.rpartition("@")[2]
-    local = invited.url.startswith("unix:") or is_local(re.sub(r"[:/][^\]]*$", "", host))
-    if local:
+    if is_local(urlsplit(invited.url).hostname or ""):  # the path of a socket has no host
         yield "its URL works on this machine only; give --address rediss://HOST:PORT for members elsewhere"
     elif not invited.url.startswith("rediss"):
         yield "its URL has no TLS (rediss://), so everyone on the way can read its password"

@@ -298,3 +298,14 @@ def test_members_that_a_redis_has_lost_are_put_back(
     assert run.membership.all().merger_key
     assert invite.main(listed) == 0
     assert not run.membership.all().by_name, "another administrator has revoked them"
+
+
+def test_an_address_of_this_machine_is_of_no_use_elsewhere(run: RedisTransport, tmp_path: Path) -> None:
+    administrator = Administrator(run, "", tmp_path)
+
+    def warnings(url: str) -> int:
+        return len([*invite.warnings(administrator, Invitation(url, run.run, "oslo", "island"), created=False)])
+
+    elsewhere = warnings("rediss://u:p@10.0.0.1:6379/0")
+    for here in ("rediss://u:p@localhost:6379", "rediss://u:p@[::1]:6379/0", "unix:///run/redis.sock"):
+        assert warnings(here) == elsewhere + 1, here
