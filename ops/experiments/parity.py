@@ -171,10 +171,6 @@ def parity(work: Workload, options: ParityOptions) -> dict[str, Any]:
     return {
         "config": work.config.digest(), "task": task, "slow": options.slow, "unit": unit.name, "left": left,
         "rows": [_row(place, records, everything, unit, also) for place, records in rows],
-        "curves": {
-            f"{place}{', unfinished' * is_cut}": [_curve(record, unit) for record in records]
-            for is_cut, kind in enumerate((found, cut)) for place, records in kind.items()
-        },
     }  # fmt: skip
 
 
@@ -191,7 +187,8 @@ def _run_left(
 
     def note(name: str, record: Record) -> None:
         """Say the loss of a trial so far, because a trial may take an hour. End the trial if there is no more time."""
-        tokens, loss = _curve(record, unit)[-1]
+        tokens, bits = record["curve"][-1]
+        loss = unit.from_evaluation(math.nan if bits is None else bits)
         say(f"{name}: {loss:.4f} {unit.name} after {tokens:,} tokens, {record['share']:.0%}")
         if time.monotonic() >= deadline and record["share"] < 1.0:
             raise _TimeOverError
@@ -269,7 +266,3 @@ def _beside(record: Record, others: Sequence[Record]) -> TrialRow:
         distance, loss = min(distances, default=(math.inf, math.nan))
         found += [{**other, "bits_per_byte": loss}] if distance <= SAME_TOKENS * tokens else []
     return TrialRow({}, tuple(found))
-
-
-def _curve(record: Record, unit: LossUnit) -> list[tuple[int, float]]:
-    return [(tokens, unit.from_evaluation(math.nan if loss is None else loss)) for tokens, loss in record["curve"]]
