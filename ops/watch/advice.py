@@ -16,6 +16,7 @@ from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, MergeLoad, merge_load
 from archipelago.broker.shards.reader import numbered
+from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.ops.watch.history import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
@@ -31,7 +32,7 @@ REFUSAL_SECONDS = 300.0
 #: Rounds that pass during this time should be in a checkpoint.
 CHECKPOINT_SECONDS = 600.0
 #: A share of Redis's memory limit. Islands stop sending at 80 %.
-MEMORY_WARN, MEMORY_BAD = 0.7, 0.8
+MEMORY_WARN, MEMORY_BAD = 0.7, MEMORY_SHARE_MAX
 #: A loss rises if the newer half of the recent rounds is higher by this share and by this many standard errors.
 RISE_SHARE, RISE_ERRORS = 0.02, 4.0
 RISE_ROUNDS = 16
