@@ -29,7 +29,7 @@ class InnerState(NamedTuple):
     optimizer: optax.OptState
 
 
-#: Several inner steps as one program, as `compile_steps` returns it.
+#: Several inner steps as one program, as `compiled_scan` returns it.
 InnerSteps = Callable[..., tuple[InnerState, jax.Array]]
 #: From a state, gradients, the number of earlier steps and the length of the run, int32 [] each, to the next state.
 Descent = Callable[..., InnerState]
@@ -131,12 +131,12 @@ def _ramp(moments: optax.OptState, steps: int) -> jax.Array:
     return jnp.minimum(1.0, (seen + 1).astype(jnp.float32) / max(1, steps))
 
 
-def gradient(model: Any) -> Gradient:
+def gradient(objective: Callable[[Params, Any], tuple[jax.Array, jax.Array]]) -> Gradient:
     """Return the first half of an inner step: gradients of the objective, and the model's loss.
 
-    The model is one of ours, or that of a task. Its `objective` returns what training minimises, and the loss.
+    `objective` returns what training minimises, and the loss.
     """
-    differentiated = jax.value_and_grad(model.objective, has_aux=True)
+    differentiated = jax.value_and_grad(objective, has_aux=True)
 
     def compute(params: Params, batch: Any) -> tuple[Params, jax.Array]:
         (_, loss), gradients = differentiated(params, batch)
@@ -158,19 +158,16 @@ def descent(config: InnerConfig) -> Descent:
     return descend
 
 
-def compile_steps(model: Any, config: InnerConfig) -> InnerSteps:
-    """Compile n inner steps as one scan. It compiles once for each n and donates the given state.
+def compiled_scan(compute: Gradient, descend: Descent) -> InnerSteps:
+    """Compile n inner steps, each from the gradients of a batch, as one scan.
+
+    It compiles once for each n and donates the given state.
 
     Returns:
         A function from a state, n batches such as tokens (uint8 or int32, [n, B, T + 1]), the number of earlier global
         steps and the length of the run (int32 [] each) to the next state and the losses of the n steps in nats,
         without auxiliary terms.
     """
-    return compiled_scan(accumulated(gradient(model), config.micro_batches), descent(config))
-
-
-def compiled_scan(compute: Gradient, descend: Descent) -> InnerSteps:
-    """Compile n inner steps, each from the gradients of a batch, as one scan (see `compile_steps`)."""
 
     def steps(
         state: InnerState, batches_n: Any, global_step: jax.Array, length: jax.Array, /

@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import cache
 
 from archipelago.broker.config import InnerConfig, RunConfig
-from archipelago.islands.inner import InnerSteps, compile_steps
+from archipelago.islands.inner import InnerSteps
 from archipelago.islands.models.registry import build
+from tests.islands.models.mini import steps_of
 
 _DEFAULT = RunConfig()
 #: The configuration of a run that takes a second or two.
@@ -26,4 +27,4 @@ def compiled(config: RunConfig) -> InnerSteps:
 
 @cache
 def _compiled(inner: InnerConfig) -> InnerSteps:
-    return compile_steps(build("tiny"), inner)
+    return steps_of(build("tiny"), inner)

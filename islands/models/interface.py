@@ -40,11 +40,6 @@ class Model(NamedTuple):
     logits: Callable[[Params, jax.Array], jax.Array]
     loss_and_penalty: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
-    def objective(self, params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the value that training minimises, and the loss that it reports. They differ by the penalty."""
-        tokens_BxT1 = tokens_BxT1.astype(jnp.int32)
-        if self.loss_and_penalty is None:
-            loss = self.loss(params, tokens_BxT1)
-            return loss, loss
-        loss, penalty = self.loss_and_penalty(params, tokens_BxT1)
-        return loss + penalty, loss
+    def training_loss(self, params: Params, tokens_BxT1: jax.Array) -> Any:
+        """Return the loss, and the penalty if there is one, as the loss of a `Task` does."""
+        return (self.loss_and_penalty or self.loss)(params, tokens_BxT1.astype(jnp.int32))

@@ -103,7 +103,7 @@ class TaskModel:
     def gradient(self, params: Params, batch: Any) -> tuple[Params, jax.Array]:
         """Return the gradients of the objective by name, and the loss."""
         # The backward pass may fail, too.
-        gradients, loss = self.named.call("loss", gradient(self), params, batch)
+        gradients, loss = self.named.call("loss", gradient(self.objective), params, batch)
         return gradients, loss
 
     # -- the optimiser ------------------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.inner import require_divisible
-from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
@@ -52,7 +50,7 @@ def our_task(config: RunConfig, corpus: OpenCorpus) -> OurTask:
     kinds = {tensor.name: tensor.kind for tensor in model.tensors}
     task = Task(
         init=model.init,
-        loss=_loss_of(model),
+        loss=model.training_loss,
         batches=batches,
         evaluate=CorpusEvaluation(config, corpus),
         kinds=kinds.__getitem__,
@@ -65,13 +63,6 @@ def our_task(config: RunConfig, corpus: OpenCorpus) -> OurTask:
 def our_work(config: RunConfig, corpus: OpenCorpus) -> Workload:
     """Return the model that the settings name, with those settings, on its corpus."""
     return Workload.of(our_task(config, corpus), config)
-
-
-@cache
-def _loss_of(model: Model) -> Callable[[Params, jax.Array], Any]:
-    """Return the loss of a model, and its penalty if there is one. One model gives the same function each time."""
-    found = model.loss_and_penalty or model.loss
-    return lambda params, tokens_BxT1: found(params, tokens_BxT1.astype(jnp.int32))
 
 
 def task_here(manifest: Manifest, batch_size: int = 0) -> OurTask:

@@ -17,13 +17,12 @@ import numpy as np
 import optax
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.config import InnerConfig, ModelConfig
+from archipelago.broker.config import ModelConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import IslandClient, IslandTransport
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.evaluation import published
-from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.ours import OurTask, our_work
@@ -63,8 +62,7 @@ def islands(work: Workload, trial: Trial, progress: Progress) -> VirtualRun:
     attacks = {f"island-{first + number}": trial.attack for number in range(trial.hostile)}
     others = {f"island-{number}": part_of(work, number, count) for number in range(count if trial.apart else 0)}
     if trial.attack == "labels":
-        wrong = compiled_wrong(work.config.model, work.config.inner)
-        others |= {name: dataclasses.replace(others.get(name, work), steps=wrong) for name in attacks}
+        others |= {name: wrong_labels(others.get(name, work)) for name in attacks}
     run = HostileRun(attacks, work, seconds, sending_seconds=on_the_way, others=others)
     return play(run, scoring(work), progress, hostile=attacks)
 
@@ -192,8 +190,10 @@ class HostileClient:
         return self._client.publish(dataclasses.replace(header, bytes=len(sent), digest=digest(sent)), sent)
 
 
-def wrong_labels(model: Model) -> Model:
+@cache
+def _of_wrong_labels(of: ModelConfig) -> Model:
     """Return a text model that is trained to predict the tokens of each sequence in reverse order."""
+    model = build(of)
 
     def loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
         logits_BxTxV = model.logits(params, tokens_BxT1[:, :-1])
@@ -203,7 +203,7 @@ def wrong_labels(model: Model) -> Model:
     return model._replace(loss=loss, loss_and_penalty=None)
 
 
-@cache
-def compiled_wrong(model: ModelConfig, inner: InnerConfig) -> InnerSteps:
-    """Return the inner steps of an island that trains on wrong labels."""
-    return compile_steps(wrong_labels(build(model)), inner)
+def wrong_labels(work: Workload) -> Workload:
+    """Return one of our models, trained on wrong labels."""
+    task = dataclasses.replace(work.named.task, loss=_of_wrong_labels(work.config.model).training_loss)
+    return Workload.of(dataclasses.replace(work.named, task=task), work.config)

@@ -15,12 +15,13 @@ from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunC
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches, range_order
-from archipelago.islands.inner import InnerSteps, compile_steps
+from archipelago.islands.inner import InnerSteps
 from archipelago.islands.models.registry import Model, Params
 from archipelago.islands.sync.leaving import leave
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness.played import Connect, PlayedRun
+from tests.islands.models.mini import steps_of
 
 CONFIG = RunConfig(
     record=True,
@@ -47,7 +48,7 @@ def _no_logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
 @cache
 def steps_by(inner: InnerConfig) -> InnerSteps:
     """Return the compiled inner steps of the model."""
-    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _no_logits), inner)
+    return steps_of(Model(lambda seed: {}, _loss, TENSORS, _no_logits), inner)
 
 
 STEPS = steps_by(CONFIG.inner)

@@ -22,11 +22,11 @@ from archipelago.islands.inner import (
     InnerSteps,
     _ramp,
     begin,
-    compile_steps,
     counts,
     learning_rate,
 )
 from archipelago.islands.models.registry import Model, Params
+from tests.islands.models import mini
 
 Wide = NDArray[np.float64]
 CONFIG = InnerConfig(
@@ -65,7 +65,7 @@ def fresh() -> Params:
 
 @cache
 def steps_by(config: InnerConfig) -> InnerSteps:
-    return compile_steps(Quadratic().model, config)
+    return mini.steps_of(Quadratic().model, config)
 
 
 def run(config: InnerConfig, tokens_nxBxT1: NDArray[Any], global_step: int = 0) -> tuple[InnerState, list[float]]:
@@ -175,7 +175,7 @@ def test_a_scan_equals_the_same_number_of_steps(optimizer: str) -> None:
 
 def test_steps_compile_once_for_each_length_and_donate_the_given_state() -> None:
     quadratic = Quadratic()
-    steps = compile_steps(quadratic.model, CONFIG)
+    steps = mini.steps_of(quadratic.model, CONFIG)
     state = begin(CONFIG, fresh())
     traces = []
     for n, global_step in [(1, 0), (1, 1), (1, 5000), (3, 2), (3, 7), (1, 3)]:
@@ -231,7 +231,7 @@ def test_a_penalty_is_minimised_and_not_reported() -> None:
 
     config = replace(CONFIG, clip_norm=0.0)
     batch, step = jnp.asarray(TOKENS_nxBxT1[:1]), jnp.asarray(0, jnp.int32)
-    steps = compile_steps(quadratic.model._replace(loss_and_penalty=penalised), config)
+    steps = mini.steps_of(quadratic.model._replace(loss_and_penalty=penalised), config)
     state, losses_n = steps(begin(config, fresh()), batch, step, np.int32(config.steps))
     plain, plain_losses = run(config, TOKENS_nxBxT1[:1])
     assert losses_n.tolist() == pytest.approx(plain_losses)

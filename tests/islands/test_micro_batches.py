@@ -12,7 +12,7 @@ import pytest
 
 from archipelago.broker.config import InnerConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.inner import accumulated, begin, compile_steps, gradient
+from archipelago.islands.inner import accumulated, begin
 from tests.failing import failing
 from tests.islands.models import mini
 
@@ -25,7 +25,7 @@ TOKENS_nxBxT1 = np.random.default_rng(3).integers(0, 256, (2, 12, 97), np.uint8)
 def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> None:
     state, inputs = begin(InnerConfig(), mini.params_of(TINY)), (jnp.asarray(TOKENS_nxBxT1), jnp.int32(0), jnp.int32(9))
     compiled: dict[int, Any] = {
-        parts: jax.jit(compile_steps(TINY, InnerConfig(micro_batches=parts))).lower(state, *inputs).compile()
+        parts: jax.jit(mini.steps_of(TINY, InnerConfig(micro_batches=parts))).lower(state, *inputs).compile()
         for parts in (1, 6)
     }
     temporary = {parts: program.memory_analysis().temp_size_in_bytes for parts, program in compiled.items()}
@@ -39,4 +39,4 @@ def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> 
 
 def test_a_batch_that_has_no_equal_parts_is_refused() -> None:
     with failing(ConfigError, "config.value"):
-        jax.eval_shape(accumulated(gradient(TINY), 5), mini.params_of(TINY), TOKENS_nxBxT1[0])
+        jax.eval_shape(accumulated(mini.as_task(TINY).gradient, 5), mini.params_of(TINY), TOKENS_nxBxT1[0])

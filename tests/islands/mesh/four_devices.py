@@ -20,7 +20,7 @@ from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireC
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.islands.computation import Computation
-from archipelago.islands.inner import InnerState, begin, compile_steps
+from archipelago.islands.inner import InnerState, begin
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.placement import placement_of
@@ -220,12 +220,12 @@ def test_our_models_train_on_a_mesh() -> None:
     inner = InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)
     of = Manifest("m", RunConfig(), model.tensors, (tuple(t.name for t in model.tensors),), Corpus("t", "", 0), {})
     batch = np.random.default_rng(0).integers(0, 10, (3, 8, 17), np.uint8)
-    alone, clock = jax.jit(compile_steps(model, inner)), (np.int32(0), np.int32(inner.steps))
+    alone, clock = jax.jit(mini.steps_of(model, inner)), (np.int32(0), np.int32(inner.steps))
     _, alone_n = alone(begin(inner, model.init(0)), batch, *clock)
     placement = placement_of(COLUMNS, of, 8, jax.local_devices())
     assert placement is not None
     state = placement.begin(lambda params: begin(inner, params), placement.place(model.init(0)))
-    steps = jax.jit(placement.steps(compile_steps(model, inner)))
+    steps = jax.jit(placement.steps(mini.steps_of(model, inner)))
     after, together_n = steps(state, placement.place_batches(batch), *clock)
     np.testing.assert_allclose(np.asarray(together_n), np.asarray(alone_n), rtol=2e-3)
     split = {name for name, x in after.params.items() if not x.sharding.is_fully_replicated}

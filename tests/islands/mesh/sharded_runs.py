@@ -21,7 +21,7 @@ from archipelago.broker.config import (
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches, range_order
-from archipelago.islands.inner import InnerSteps, compile_steps
+from archipelago.islands.inner import InnerSteps
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import mean_cross_entropy
@@ -29,6 +29,7 @@ from archipelago.islands.placement import Placement, placement_of
 from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.worker import Island
 from tests.harness.played import PlayedRun
+from tests.islands.models.mini import steps_of
 
 CONFIG = RunConfig(
     record=True,
@@ -63,7 +64,7 @@ def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
 
 @cache
 def _steps(inner: InnerConfig) -> InnerSteps:
-    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _logits), inner)
+    return steps_of(Model(lambda seed: {}, _loss, TENSORS, _logits), inner)
 
 
 @cache

@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from archipelago.broker.config import InnerConfig
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.evaluation import BATCH, in_slices
+from archipelago.islands.inner import InnerSteps
 from archipelago.islands.models import moe
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.llama import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
 from archipelago.islands.sync.evaluator import Measures, mean_of
+from archipelago.islands.tasks.model import TaskModel
+from archipelago.islands.tasks.task import NamedTask, Task
+from archipelago.islands.tasks.workload import compiled_steps
 
 SIZE = Size(width=16, layers=1, heads=2, hidden=24)
 
@@ -34,6 +39,18 @@ def dense() -> Model:
 @cache
 def experts(routing: Routing) -> Model:
     return moe.transformer(SIZE, routing, jnp.float32)
+
+
+@cache
+def as_task(model: Model) -> TaskModel:
+    """Return a model as our worker trains it, without a corpus."""
+    shapes = {tensor.name: jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in model.tensors}  # type: ignore[no-untyped-call]
+    return TaskModel(NamedTask(Task(model.init, model.training_loss, lambda _: (), shapes=shapes)), 0)
+
+
+def steps_of(model: Model, inner: InnerConfig) -> InnerSteps:
+    """Return the inner steps of a model as our worker makes them."""
+    return compiled_steps(as_task(model), inner)
 
 
 def params_of(model: Model, seed: int = 0) -> Params:

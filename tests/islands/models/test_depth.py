@@ -39,7 +39,8 @@ def test_the_passage_through_layers_changes_no_name_and_no_gradient(kind: str, d
     params = mini.params_of(plain)
 
     def objective(model: Model, params: Params) -> tuple[jax.Array, Params]:
-        (value, _), slopes = jax.value_and_grad(model.objective, has_aux=True)(params, jnp.asarray(TOKENS, jnp.int32))
+        slope = jax.value_and_grad(mini.as_task(model).objective, has_aux=True)
+        (value, _), slopes = slope(params, jnp.asarray(TOKENS, jnp.int32))
         return value, slopes
 
     compiled = jax.jit(objective, static_argnums=0)
