@@ -24,11 +24,11 @@ from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.joining import Joining, Loss, TorchRun
-from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.module import ModuleParameters, chunks
 from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica
 from archipelago.islands.pytorch.team import ProcessTeam, ranks_of
 from archipelago.islands.team.protocol import Said, Work
-from archipelago.islands.team.scripts import Following, Leading, create_together
+from archipelago.islands.team.scripts import Following, Leading, SpreadTensors, create_together
 from archipelago.islands.user_loop.new_run import FirstValues, Frozen
 
 log = logging.getLogger(__name__)
@@ -37,21 +37,15 @@ log = logging.getLogger(__name__)
 def create_split(
     mesh: Any, parameters: ModuleParameters, create: Callable[[FirstValues, Frozen], bool], call: str
 ) -> bool:
-    """Create a run of a model that is split over processes, as `create_together` says.
+    """Create a run of a model that is split over processes, as `create_together` says."""
+    tensors = split_tensors(ProcessTeam(mesh, None, parameters.device, call), parameters)
+    return create_together(tensors, create, lambda whole: whole.to(torch.float32).reshape(-1).numpy())
 
-    `create` is called in the leader with functions that gather one tensor, and those that are frozen.
-    """
-    team = ProcessTeam(mesh, None, parameters.device, call)
 
-    def first(name: str) -> Vector:
-        vector: Vector = team.whole(parameters, name).to(torch.float32).reshape(-1).numpy()
-        return vector
-
-    return create_together(
-        team,
-        lambda: create(first, lambda: team.frozen_values(parameters)),
-        partial(team.gather_tensor, parameters),
-    )
+def split_tensors(team: Any, parameters: ModuleParameters) -> SpreadTensors:
+    """Return the tensors of a module."""
+    names = list(parameters.views())
+    return SpreadTensors(team, names, partial(team.gather_tensor, parameters), parameters.frozen_values, chunks)
 
 
 def joined(mesh: Any, group: Any, given: Joining) -> Leader | Follower:
@@ -74,8 +68,7 @@ class Leader(Leading, TorchRun):
     def _frozen(self) -> Sequence[FrozenValues]:
         if self._team.mesh is None:
             return super()._frozen()
-        values: list[FrozenValues] = self._team.frozen_values(self._parameters)
-        return values
+        return split_tensors(self._team, self._parameters).frozen_values()
 
     def _new_replica(self, manifest: Manifest) -> SharedReplica | SplitReplica:
         team = self._team

@@ -6,10 +6,8 @@ Messages and the optimisers' state go over the hosts' memory, and parameters ove
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from archipelago.broker.frozen import FrozenValues
-from archipelago.islands.pytorch.module import ModuleParameters, chunks
+from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, TensorPieces, own_piece
 from archipelago.islands.pytorch.state import OptimizerState
-from archipelago.islands.team.protocol import Team, Work
+from archipelago.islands.team.protocol import Team
 
 log = logging.getLogger(__name__)
 
@@ -117,20 +114,6 @@ class ProcessTeam(Team):
         """Return one whole tensor in the memory of the leader's host, and None in the others'."""
         name, view = list(parameters.views().items())[place]
         return self._gathered(parameters.pieces[name], own_piece(view).detach(), tuple(view.shape))
-
-    def whole(self, parameters: ModuleParameters, name: str) -> Any:
-        """Return one whole tensor in the memory of the leader's host. Only the leader calls this."""
-        place = list(parameters.views()).index(name)
-        self.tell(Work.GIVE_TENSOR, place)
-        return self.gather_tensor(parameters, place)
-
-    def frozen_values(self, parameters: ModuleParameters) -> list[FrozenValues]:
-        """Return the parameters that are not trained. The leader gathers those that are read, one at a time."""
-
-        def read(name: str) -> Iterator[memoryview]:
-            yield from chunks(self.whole(parameters, name))
-
-        return [replace(values, pieces=partial(read, values.name)) for values in parameters.frozen_values()]
 
     def _gathered(self, pieces: TensorPieces, own: Any, shape: tuple[int, ...]) -> Any:
         whole = torch.empty(shape, dtype=own.dtype, device="cpu") if self.leads else None

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.frozen import FrozenValues
 from archipelago.islands.sync.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.sync.script import REASONS, Clock, Joined
 from archipelago.islands.team.protocol import Said, Team, Work, leader_left
 from archipelago.islands.user_loop.held_out import Evaluate, checked_loss, require_evaluate
+from archipelago.islands.user_loop.new_run import FirstValues, Frozen
 from archipelago.islands.user_loop.session import Session
 
 log = logging.getLogger(__name__)
@@ -30,27 +34,62 @@ GONE = (RuntimeError, ValueError)
 MEETING_SECONDS = 10.0
 
 
-def create_together(team: Team, create: Callable[[], bool], give: Callable[[int], object]) -> bool:
+@dataclass(frozen=True)
+class SpreadTensors:
+    """The tensors of a model that is spread over processes. The leader gathers them one at a time.
+
+    Attributes:
+        names: The names of all tensors, in an order that all processes share.
+        gather: Returns the whole tensor of a number in the memory of the leader's host. All processes call it.
+        frozen: Returns those that are not trained.
+        pieces: From a whole tensor to its bytes.
+    """
+
+    team: Team
+    names: Sequence[str]
+    gather: Callable[[int], Any]
+    frozen: Frozen
+    pieces: Callable[[Any], Iterator[memoryview]]
+
+    def whole(self, name: str) -> Any:
+        """Return a tensor in the memory of the leader's host. Only the leader calls this."""
+        number = self.names.index(name)
+        self.team.tell(Work.GIVE_TENSOR, number)
+        return self.gather(number)
+
+    def frozen_values(self) -> list[FrozenValues]:
+        """Return the tensors that are not trained, which the leader gathers when they are read."""
+
+        def read(name: str) -> Iterator[memoryview]:
+            yield from self.pieces(self.whole(name))
+
+        return [replace(values, pieces=partial(read, values.name)) for values in self.frozen()]
+
+
+def create_together(
+    tensors: SpreadTensors, create: Callable[[FirstValues, Frozen], bool], vector_of: Callable[[Any], Vector]
+) -> bool:
     """Create a run of a model that is spread over processes, all of which call this. Return what `create` returned.
 
     Args:
-        create: Called in the leader. It tells the others which tensors to give.
-        give: Gathers a tensor in the leader, by its number; called in the others.
+        create: Called in the leader, which tells the others which tensors to give.
+        vector_of: From a whole tensor to its values as a float32 vector.
 
     Raises:
         ConfigError: The leader has failed (`loop.leader-left`), or another process does something else
             (`loop.not-together`).
     """
+    team = tensors.team
     if team.leads:
         try:
-            is_new = create()
+            is_new = create(lambda name: vector_of(tensors.whole(name)), tensors.frozen_values)
         except BaseException:
             with suppress(*GONE):
                 team.exchange(Said(has_left=1))
             raise
         team.exchange(Said(finished=is_new))
         return is_new
-    said = team.hear(lambda said: give(said.about))
+    said = team.hear(lambda said: tensors.gather(said.about))
     if said.has_left:
         raise leader_left()
     return bool(said.finished)

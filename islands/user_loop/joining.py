@@ -90,7 +90,7 @@ def create(
         from archipelago.islands.user_loop.parallel import create_spread
 
         return create_spread(layout, params, made, f"create {name}")
-    return made(lambda leaf: host_vector([leaves[leaf]]), partial(frozen_values, layout))
+    return made(lambda leaf: host_vector(leaves[leaf]), partial(frozen_values, layout))
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,20 @@ the leader, the first of them, talks to Redis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 from jax.typing import ArrayLike
-from numpy.typing import NDArray
 
-from archipelago.broker.codecs import Vector
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.team.computing import TeamReplica, TeamState, do_together
 from archipelago.islands.team.jax_team import JaxTeam, whole
 from archipelago.islands.team.protocol import Said, Work
-from archipelago.islands.team.scripts import Following, Leading, create_together
+from archipelago.islands.team.scripts import Following, Leading, SpreadTensors, create_together
 from archipelago.islands.user_loop.joining import JoinedRun, Joining
 from archipelago.islands.user_loop.new_run import FirstValues, Frozen
 from archipelago.islands.user_loop.parameters import LoopState, TreeParameters, frozen_values
@@ -30,16 +27,8 @@ from archipelago.islands.user_loop.tree import TreeLayout, host_vector, pieces
 
 
 def create_spread(layout: TreeLayout, params: Any, create: Callable[[FirstValues, Frozen], bool], call: str) -> bool:
-    """Create a run of a tree that is spread over processes, as `create_together` says.
-
-    `create` is called in the leader with functions that gather one leaf, and those that are frozen.
-    """
-    leaves = SpreadLeaves(new_team(call), layout, params)
-
-    def first(name: str) -> Vector:
-        return host_vector([leaves.give(name)])
-
-    return create_together(leaves.team, lambda: create(first, leaves.frozen_values), leaves.give_nth)
+    """Create a run of a tree that is spread over processes, as `create_together` says."""
+    return create_together(spread_leaves(new_team(call), layout, params), create, host_vector)
 
 
 def new_team(call: str) -> JaxTeam:
@@ -49,28 +38,10 @@ def new_team(call: str) -> JaxTeam:
     return team
 
 
-class SpreadLeaves:
-    """The leaves of a tree, which are gathered in the leader one at a time."""
-
-    def __init__(self, team: JaxTeam, layout: TreeLayout, tree: Any) -> None:
-        self.team, self._layout, self._leaves = team, layout, jax.tree.leaves(tree)
-
-    def give(self, name: str) -> NDArray[Any]:
-        """Return a leaf. Only the leader calls this."""
-        return self.give_nth(self._layout.names.index(name))
-
-    def give_nth(self, number: int) -> NDArray[Any]:
-        """Return the leaf of that number."""
-        self.team.tell(Work.GIVE_TENSOR, number)
-        return whole(self._leaves[number])
-
-    def frozen_values(self) -> list[FrozenValues]:
-        """Return the leaves that are not trained, which the leader gathers when they are read."""
-
-        def read(name: str) -> Iterator[memoryview]:
-            yield from pieces(self.give(name))
-
-        return [replace(values, pieces=partial(read, values.name)) for values in frozen_values(self._layout)]
+def spread_leaves(team: JaxTeam, layout: TreeLayout, tree: Any) -> SpreadTensors:
+    """Return the leaves of a tree."""
+    leaves, frozen = jax.tree.leaves(tree), partial(frozen_values, layout)
+    return SpreadTensors(team, layout.names, lambda number: whole(leaves[number]), frozen, pieces)
 
 
 def joined(given: Joining) -> Leader | Follower:
@@ -95,7 +66,7 @@ class Leader(Leading, JoinedRun):
         return TeamReplica(self._team, manifest, self._parameters.layout.templates)
 
     def _frozen(self) -> Sequence[FrozenValues]:
-        return SpreadLeaves(self._team, self._parameters.layout, self._parameters.tree).frozen_values()
+        return spread_leaves(self._team, self._parameters.layout, self._parameters.tree).frozen_values()
 
 
 class Follower(Following):
@@ -131,7 +102,7 @@ class Follower(Following):
             parameters.choose(manifest)
             self._replica = TeamReplica(team, manifest, parameters.layout.templates)
         elif said.work == Work.GIVE_TENSOR:
-            SpreadLeaves(team, parameters.layout, parameters.tree).give_nth(said.about)
+            spread_leaves(team, parameters.layout, parameters.tree).gather(said.about)
         elif said.work == Work.BEGIN and replica is not None:
             parameters.start(replica.begin())
             if self._newest_state is not None and self._state is None:

@@ -169,9 +169,9 @@ def _require_everywhere(templates: Mapping[str, jax.ShapeDtypeStruct]) -> None:
             )
 
 
-def host_vector(leaves: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return arrays as one float32 vector in the memory of the host."""
-    return np.concatenate([np.asarray(leaf).astype(np.float32).reshape(-1) for leaf in leaves])
+def host_vector(leaf: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return an array as a float32 vector in the memory of the host."""
+    return np.asarray(leaf).astype(np.float32).reshape(-1)
 
 
 def is_weight(leaf: Any) -> bool:
