@@ -29,7 +29,6 @@ from archipelago.islands.sync.script import island_name
 
 if TYPE_CHECKING:
     from archipelago.broker.transport import IslandTransport
-    from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.team.jax_team import JaxTeam
     from archipelago.islands.worker import Island
@@ -58,8 +57,6 @@ def run_island(
 class WorkerRun(Membership):
     """The membership of our worker."""
 
-    #: None for an island that keeps no checkpoints.
-    _store: IslandStore | None = None
     #: What the worker trains, and with which programs.
     _prepared: PreparedIsland
     _curves: CurveWriter | None = None

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.control import require_welcome
@@ -30,9 +30,12 @@ from archipelago.islands.sync.connection.downloads import Arrival, require_same_
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.leaving import StopSignal, final_vectors, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.sync.participant import Participant
-from archipelago.islands.sync.recovery import Newcomer, OwnStore
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.sync.script import Clock, Joined, checked_counts, require_loss
 from archipelago.islands.turn_log import MeasuredTurns
+
+if TYPE_CHECKING:
+    from archipelago.islands.checkpoint import IslandStore
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class Membership(Joined):
     """One membership of a loop in a run, as a context manager."""
 
     #: Where the island keeps a state of its own, if anywhere.
-    _store: OwnStore | None = None
+    _store: IslandStore | None = None
 
     def __init__(
         self, run: str, island: Callable[[], str], connect: Callable[[], RedisTransport], awaited: Patience

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -32,6 +32,7 @@ from archipelago.broker.wire import digest, is_digest
 from archipelago.islands.sync.measures import Totals
 
 if TYPE_CHECKING:
+    from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.sync.participant import Participant
 
 log = logging.getLogger(__name__)
@@ -91,14 +92,6 @@ class OptimizerAccess:
     def present(self) -> Sequence[Any] | None:
         """Return copies of the arrays, if the island gives them and they are there now."""
         return None if self.copies is None else self.copies()
-
-
-@dataclass(frozen=True)
-class Received:
-    """Inner optimiser state from a peer."""
-
-    handover: Handover
-    optimizer: State
 
 
 def encode(state: StateForPeer, giver: str) -> tuple[Handover, bytes]:
@@ -250,13 +243,6 @@ class Giver:
 TOTAL_MAX = 1 << 60
 
 
-class OwnStore(Protocol):
-    """Where an island keeps a state of its own."""
-
-    def restore(self, island: Participant) -> bool:
-        """Restore the island's optimiser state and totals. Return False if there is nothing that can be used."""
-
-
 class Newcomer:
     """The start of one incarnation. Call `ask` before its first heartbeat, and `complete` after compilation."""
 
@@ -296,29 +282,32 @@ class Newcomer:
                 self._before = Totals(min(beat.steps, TOTAL_MAX), min(beat.tokens, TOTAL_MAX))
                 island.bytes_before = min(beat.bytes_up, TOTAL_MAX), min(beat.bytes_down, TOTAL_MAX)
 
-    def complete(self, store: OwnStore | None = None) -> None:
+    def complete(self, store: IslandStore | None = None) -> None:
         """Take the inner optimiser's state of a peer, else the own one of a store, else begin with fresh state.
 
         The totals of earlier incarnations go on. What they did and lost was trained, too.
         """
         island = self.island
         if (received := self._received()) is not None:
-            island.use_optimizer(received.optimizer, f"peer {received.handover.giver}")
+            giver, state = received
+            island.use_optimizer(state, f"peer {giver}")
         elif store is not None:
             store.restore(island)
         totals, before = island.totals, self._before
         totals.steps, totals.tokens = max(totals.steps, before.steps), max(totals.tokens, before.tokens)
 
-    def _received(self) -> Received | None:
-        """Wait for a peer's state if one was asked, and return it; None if there is none that can be used."""
+    def _received(self) -> tuple[str, State] | None:
+        """Wait for a peer's state if one was asked, and return it as `wait` does; None if none can be used."""
         try:
             return self.wait(self.island.optimizer.decode) if self._asked and self.island.optimizer.decode else None
         except (BrokerError, WireError) as error:
             log.warning("no optimiser state from a peer: %s", error.what)
             return None
 
-    def wait(self, decode: Decode) -> Received | None:
-        """Wait for a peer's answer to `ask`, and return it; None if no peer answered. An outage is waited for, too.
+    def wait(self, decode: Decode) -> tuple[str, State] | None:
+        """Wait for a peer's answer to `ask`, and return its name and its state; None if no peer answered.
+
+        An outage is waited for, too.
 
         An answer that cannot be used, such as the state of a peer in another framework, is withdrawn with its request,
         and the request is made again, as after a peer that stays silent. Each peer answers an incarnation once, so
@@ -344,7 +333,7 @@ class Newcomer:
                 with suppress(UnreachableError):
                     try:
                         if (found := broker.handed_over(self.who)) is not None:
-                            return Received(found[0], decode(*found))
+                            return found[0].giver, decode(*found)
                     except WireError as error:
                         fault = error
                         faults.append(error)

@@ -193,7 +193,7 @@ def test_a_newcomer_waits_through_an_outage_and_seldom_looks_for_peers() -> None
             new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD)
 
     new.meanwhile = meanwhile
-    assert new.receive(faulty).handover == HANDOVER
+    assert new.receive(faulty)[0] == HANDOVER.giver
     assert faulty.calls["presences"] < 60 * recovery.POLL_SECONDS / recovery.PEERS_SECONDS + 2
     new.assert_withdrawn()
 
@@ -215,9 +215,9 @@ def test_after_a_useless_answer_or_silence_another_peer_is_asked(is_silent: bool
 
     new.meanwhile = answer
     answer(0)
-    received = new.receive(seconds=recovery.ASK_SECONDS)
-    assert received.handover.giver == "b"
-    assert tiny.leaf_bytes(received.optimizer) == tiny.leaf_bytes(STATE)
+    giver, state = new.receive(seconds=recovery.ASK_SECONDS)
+    assert giver == "b"
+    assert tiny.leaf_bytes(state) == tiny.leaf_bytes(STATE)
     assert promised == ["a", "b"], "each peer answers one incarnation once"
     new.assert_withdrawn()
 
