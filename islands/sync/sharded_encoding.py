@@ -43,39 +43,40 @@ def slice_plan(rows: Rows, devices: DeviceLayout, codec: str) -> SlicePlan:
 
 def _axes(there: Sharding | None) -> TensorAxes:
     if not isinstance(there, NamedSharding):
-        return TensorAxes()
-    return TensorAxes(tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec))
+        return ()
+    return tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec)
 
 
 def compiled_measure(rows: Rows, codec: str, devices: DeviceLayout) -> Any:
     """Return the program that encodes a fragment where its shards lie, and moves its references."""
-    assert devices.mesh is not None  # noqa: S101
+    mesh = devices.mesh
+    assert mesh is not None  # noqa: S101
     chosen, plan = codec_of(codec), slice_plan(rows, devices, codec)
 
     def measure(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
         values = {tensor.name: reference[tensor.name] - part[tensor.name].astype(jnp.float32) for tensor, _ in rows}
-        parts, restored = encode(chosen, plan, devices.mesh, values)
+        parts, restored = encode(chosen, plan, mesh, values)
         return parts, {name: reference[name] - restored[name] for name in values}
 
     # The leader of several hosts sends what all of them have encoded.
-    is_here = all(device.process_index == jax.process_index() for device in devices.mesh.devices.flat)
-    encoded = NamedSharding(devices.mesh, spec(plan.axes) if plan.axes and is_here else spec())
+    is_here = all(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    encoded = NamedSharding(mesh, spec(plan.axes) if plan.axes and is_here else spec())
     return jax.jit(measure, out_shardings=(encoded, devices.by_name(rows)))
 
 
 def encode(
-    chosen: Codec, plan: SlicePlan, mesh: Mesh | None, values: Mapping[str, jax.Array]
+    chosen: Codec, plan: SlicePlan, mesh: Mesh, values: Mapping[str, jax.Array]
 ) -> tuple[Parts, dict[str, jax.Array]]:
     """Encode a fragment where its shards lie.
 
     Args:
-        mesh: The devices; None if all tensors are on one.
+        mesh: The devices.
         values: The float32 values of each tensor.
 
     Returns:
         The codec's arrays of all devices along the plan's axes; and each tensor as the receiver will read it.
     """
-    if mesh is None or not plan.spread:
+    if not plan.spread:
         return _encode_pieces(chosen, plan, dict(values))
     spread = {one.tensor.name: spec(one.axes) for one in plan.spread}
     places = {name: spread.get(name, spec()) for name in values}

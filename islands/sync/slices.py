@@ -125,32 +125,26 @@ class SlicePlan:
         return out
 
 
-class TensorAxes(NamedTuple):
-    """Where a tensor is: the axes of each of its dimensions."""
-
-    by_dimension: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All axes that it is spread over, the slowest one first."""
-        return tuple(axis for axes in self.by_dimension for axis in axes)
+#: Where a tensor is: the axes of each of its dimensions. Those of the last dimensions may be missing.
+TensorAxes = tuple[tuple[str, ...], ...]
 
 
 def spread_of(tensor: Tensor, offset: int, placed: TensorAxes, mesh: Mapping[str, int], block: int) -> Spread | None:
     """Return how a tensor is sliced; None for one that every device has whole, or that is too small to be sliced."""
-    used = [dimension for dimension, axes in enumerate(placed.by_dimension) if axes]
+    used = [dimension for dimension, axes in enumerate(placed) if axes]
     if not used:
         return None
     merged = max(1, used[0])
-    by_dimension = [*placed.by_dimension, *[()] * (len(tensor.shape) - len(placed.by_dimension))]
+    by_dimension = [*placed, *[()] * (len(tensor.shape) - len(placed))]
     now = [tuple(by_dimension[0]) if merged == 1 else (), *(tuple(axes) for axes in by_dimension[merged:])]
     steps = [tuple(now)]
     for dimension in range(1, len(now)):
         if now[dimension]:
             now[0], now[dimension] = (*now[0], *now[dimension]), ()
             steps.append(tuple(now))
-    devices = math.prod(mesh[axis] for axis in placed.axes)
-    one = Spread(tensor, offset, placed.axes, devices, merged, block, tuple(steps))
+    spread_over = tuple(axis for axes in placed for axis in axes)
+    devices = math.prod(mesh[axis] for axis in spread_over)
+    one = Spread(tensor, offset, spread_over, devices, merged, block, tuple(steps))
     return one if devices > 1 and one.rows >= devices and one.length >= 2 * block else None
 
 
