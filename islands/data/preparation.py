@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from archipelago.islands.data.corpus import (
     is_prepared,
     open_corpus,
 )
-from archipelago.islands.data.documents import Reading, choose, visible_files
+from archipelago.islands.data.documents import Choice, choose, visible_files
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces, train
 
@@ -50,18 +50,23 @@ def splits_of(size: int) -> Splits:
     return Splits(train, valid, size - train - valid)
 
 
-#: Writes a corpus's data. Returns the sizes of the splits in bytes, or None to hold out the end of the data, and the
-#: files that were read, or None if the data does not come from a user's files.
-Fill = Callable[[BinaryIO], tuple[Splits | None, Reading | None]]
 #: How text is stored: BYTES, the number of tokens that a tokenizer learns from the training split, or a tokenizer.
 Encoding = int | TextTokenizer
 
 
-def create(name: str, source: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
-    """Create a corpus. If another process creates the same one at the same time, one of the two is used.
+def create(
+    files: Sequence[Path],
+    name: str,
+    source: str,
+    encoding: Encoding = BYTES,
+    skipped: Mapping[str, int] | None = None,
+    holds_out: bool = True,
+) -> OpenCorpus:
+    """Create a corpus of text files. If another process creates the same one at the same time, one of them is used.
 
     Args:
         source: Where the data comes from, in words.
+        skipped, holds_out: As for `choose`.
 
     Raises:
         DataError: There is too little data (`data.too-small`), a different corpus has that name (`data.taken`), or the
@@ -70,7 +75,7 @@ def create(name: str, source: str, fill: Fill, encoding: Encoding = BYTES) -> Op
     final, card = data_folder() / checked_name(name, "the corpus name"), None
     try:
         with staged_folder(final) as stage:
-            card = _write(stage, name, source, fill, encoding)
+            card = _write(stage, name, source, choose(files, skipped, holds_out), encoding)
     except OSError as error:
         if card is None or not is_prepared(name):
             raise DataError(
@@ -88,20 +93,19 @@ def create(name: str, source: str, fill: Fill, encoding: Encoding = BYTES) -> Op
     return corpus
 
 
-def _write(stage: Path, name: str, source: str, fill: Fill, encoding: Encoding) -> Card:
+def _write(stage: Path, name: str, source: str, choice: Choice, encoding: Encoding) -> Card:
     """Write the data, and the card that describes it. Returns the card."""
-    path = stage / TEXT_FILE
+    path, reading = stage / TEXT_FILE, choice.reading
     with path.open("wb") as file:
-        splits, reading = fill(file)
-        size = file.tell()
-    if size < MINIMUM_BYTES:
-        read = f" ({reading.describe().partition(';')[0]})" if reading else ""
+        sizes = choice.write(file)
+    if (size := sum(sizes)) < MINIMUM_BYTES:
+        read = reading.describe().partition(";")[0]
         raise DataError(
-            f"{source}{read} holds {size:,} bytes of data, which is too little to train on",
+            f"{source} ({read}) holds {size:,} bytes of data, which is too little to train on",
             f"Prepare UTF-8 text of at least {MINIMUM_BYTES:,} bytes.",
             code="data.too-small",
         )
-    described: dict[str, Any] = {"splits": splits or splits_of(size)}
+    described: dict[str, Any] = {"splits": Splits(*sizes) if len(sizes) > 1 else splits_of(size)}
     if not is_bytes(encoding):
         with progress("turning the text into tokens"):
             described = _tokenise(stage, described["splits"], encoding)
@@ -176,25 +180,7 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
     if not (source.is_file() or source.is_dir()):
         raise DataError(f"there is no file or folder {source}", "Copy it here first.", code="data.no-source")
     files, skipped = ([source], None) if source.is_file() else visible_files(source)
-    return _create_from(files, name, source.name or str(source), encoding, skipped, holds_out=source.is_dir())
-
-
-def _create_from(
-    files: Sequence[Path],
-    name: str,
-    what: str,
-    encoding: Encoding,
-    skipped: Mapping[str, int] | None = None,
-    holds_out: bool = True,
-) -> OpenCorpus:
-    """Create a corpus from text files. `what` says in words what they are."""
-
-    def fill(target: BinaryIO) -> tuple[Splits | None, Reading]:
-        choice = choose(files, skipped, holds_out)
-        sizes = choice.write(target)
-        return Splits(*sizes) if len(sizes) == 3 else None, choice.reading
-
-    return create(name, what, fill, encoding)
+    return create(files, name, source.name or str(source), encoding, skipped, holds_out=source.is_dir())
 
 
 # -- the sources of this Python's standard library: text that every machine has ----------------------------------------
@@ -219,7 +205,7 @@ def prepare_stdlib(name: str = STDLIB, encoding: Encoding = BYTES) -> OpenCorpus
             "Use a Python that is not frozen or zipped, or prepare another text with `archipelago prepare FILE`.",
             code="data.no-source",
         )
-    return _create_from(files, name, f"standard library of Python {platform.python_version()}", encoding)
+    return create(files, name, f"standard library of Python {platform.python_version()}", encoding)
 
 
 def _sources(root: Path) -> list[Path]:

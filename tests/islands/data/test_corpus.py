@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.manifest import Corpus
 from archipelago.islands.data import corpus, documents, preparation
+from archipelago.islands.data.documents import Choice
 from tests.failing import failing
 
 LINE = "Ein Boot, zwei Häfen, drei Inseln.\n"
@@ -154,23 +155,26 @@ def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path
         corpus.open_corpus("mine")
 
 
-def test_two_processes_can_prepare_the_same_corpus_and_a_failed_write_leaves_no_files(data: Path) -> None:
-    def failed(target: BinaryIO) -> tuple[None, None]:
-        fill(target)
+def test_two_processes_can_prepare_the_same_corpus_and_a_failed_write_leaves_no_files(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, written = write(tmp_path / "text.txt"), Choice.write
+
+    def failed(choice: Choice, target: BinaryIO) -> tuple[int, ...]:
+        written(choice, target)
         raise DataError("the disk failed", code="data.cable")
 
-    def overtaken(target: BinaryIO) -> tuple[None, None]:
-        preparation.create("mine", "test", fill)
-        return fill(target)
+    def overtaken(choice: Choice, target: BinaryIO) -> tuple[int, ...]:
+        monkeypatch.setattr(Choice, "write", written)
+        preparation.prepare_text(text, "mine")
+        return written(choice, target)
 
-    def fill(target: BinaryIO) -> tuple[None, None]:
-        target.write(TEXT.encode())
-        return None, None
-
+    monkeypatch.setattr(Choice, "write", failed)
     with failing(DataError, "data.cable"):
-        preparation.create("mine", "test", failed)
+        preparation.prepare_text(text, "mine")
     assert list(data.iterdir()) == []
-    assert whole(preparation.create("mine", "test", overtaken)) == TEXT.encode()
+    monkeypatch.setattr(Choice, "write", overtaken)
+    assert whole(preparation.prepare_text(text, "mine")) == TEXT.encode()
     assert [path.name for path in data.iterdir()] == ["mine"]
 
 
