@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from archipelago.broker.config import InnerConfig, RunConfig
+from archipelago.broker.config import InnerConfig, ModelConfig, RunConfig
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.models.registry import build
 from tests.islands.models.mini import steps_of
@@ -27,4 +27,4 @@ def compiled(config: RunConfig) -> InnerSteps:
 
 @cache
 def _compiled(inner: InnerConfig) -> InnerSteps:
-    return steps_of(build("tiny"), inner)
+    return steps_of(build(ModelConfig("tiny")), inner)

@@ -20,12 +20,10 @@ from jax.typing import DTypeLike
 from archipelago.broker.config import OWN_MODEL, SMALLEST_RATE, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import moe
-from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.interface import Model
 from archipelago.islands.models.llama import DENSE, Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import Depth, transformer
-
-__all__ = ["MODELS", "Model", "NamedModel", "Params", "build", "default_compute_dtype", "learning_rate"]
 
 
 @dataclass(frozen=True)
@@ -79,18 +77,12 @@ def learning_rate(size: str) -> float:
 
 
 @cache
-def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> Model:
-    """Return a model by its config, or by its name alone with a vocabulary of bytes.
-
-    Args:
-        model: The config's `model` section, or a name in `MODELS`.
-        compute_dtype: The dtype of activations. The default is the config's, which suits the default device if it names
-            none.
+def build(config: ModelConfig) -> Model:
+    """Return a model by its config. The dtype of activations suits the default device if the config names none.
 
     Raises:
         ConfigError: There is no such model (`model.unknown`), or only its users' scripts know it (`model.own`).
     """
-    config = ModelConfig(model) if isinstance(model, str) else model
     size = config.size
     if size == OWN_MODEL:
         raise ConfigError(
@@ -102,6 +94,5 @@ def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> M
         raise ConfigError(
             f"there is no model of size {size!r:.80}", f"Choose one of {', '.join(MODELS)}.", code="model.unknown"
         )
-    named = default_compute_dtype() if config.compute_dtype == "device" else jnp.dtype(config.compute_dtype)
-    dtype = named if compute_dtype is None else compute_dtype
+    dtype = default_compute_dtype() if config.compute_dtype == "device" else jnp.dtype(config.compute_dtype)
     return MODELS[size].create(dtype, config.vocabulary, depth=Depth(config.scan_layers, config.recomputes_layers))

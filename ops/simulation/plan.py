@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from archipelago.broker.config import MergeConfig, RunConfig, checked
+from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, checked
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import print_json
@@ -281,7 +281,7 @@ def tensors_of(model: str) -> Sequence[Tensor]:
         return decoder(_number(model, "--model"))
     from archipelago.islands.models.registry import build
 
-    return build(model).tensors
+    return build(ModelConfig(model)).tensors
 
 
 def _is_number(model: str) -> bool:

@@ -25,7 +25,7 @@ from archipelago.ops.weights.safetensors_files import CONFIG_FILE, OWN_KIND, Wei
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
-    from archipelago.islands.models.registry import Model, Params
+    from archipelago.islands.models.interface import Model, Params
 
 #: The most tokens that the model sees at once.
 CONTEXT_MAX = 8192

@@ -17,7 +17,7 @@ from archipelago.broker.manifest import Tensor
 if TYPE_CHECKING:
     from archipelago.islands.data.corpus import OpenCorpus
     from archipelago.islands.data.tokenizer import TextTokenizer
-    from archipelago.islands.models.registry import Params
+    from archipelago.islands.models.interface import Params
 
 CONFIG_FILE = "config.json"
 #: The `model_type` in `config.json` of models that other programs do not have, and the key of our own settings there.

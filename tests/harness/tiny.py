@@ -16,7 +16,7 @@ from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.inner import InnerSteps
-from archipelago.islands.models.registry import Model, Params
+from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.sync.leaving import leave
 from archipelago.islands.worker import Island
 from tests import samples

@@ -17,7 +17,7 @@ from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.batches import Batches, range_order
-from archipelago.islands.models.registry import Params
+from archipelago.islands.models.interface import Params
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests.integration.virtual import CONFIG, PLAIN, TEXT, LateRun, bits, closed, work
 

@@ -21,7 +21,7 @@ from archipelago.islands.evaluation import (
     in_slices,
     published,
 )
-from archipelago.islands.models.registry import Model, Params
+from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.evaluator import DEVICE_SHARE, LEASE_SECONDS, Evaluator, Measures
 from archipelago.islands.worker import Island

@@ -25,7 +25,7 @@ from archipelago.islands.inner import (
     counts,
     learning_rate,
 )
-from archipelago.islands.models.registry import Model, Params
+from archipelago.islands.models.interface import Model, Params
 from tests.islands.models import mini
 
 Wide = NDArray[np.float64]

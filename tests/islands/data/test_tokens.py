@@ -20,7 +20,8 @@ from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.tokenizer import byte_tokenizer
-from archipelago.islands.models.registry import Model, Params, learning_rate
+from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.registry import learning_rate
 from archipelago.islands.tasks.ours import fitted, our_work
 from tests.failing import failing
 from tests.islands.models import mini

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.main import IslandOptions
@@ -65,7 +66,7 @@ def test_the_table_splits_each_kind_of_tensor() -> None:
 
 
 def test_an_axis_that_splits_nothing_is_refused() -> None:
-    tensors = build("tiny").tensors
+    tensors = build(ModelConfig("tiny")).tensors
     assert specs(tensors, MeshShape(fsdp=2, tensor=2))
     for shape in (MeshShape(fsdp=3), MeshShape(tensor=5)):
         with failing(ConfigError, "mesh.size"):

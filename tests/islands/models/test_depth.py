@@ -51,11 +51,11 @@ def test_the_passage_through_layers_changes_no_name_and_no_gradient(kind: str, d
 
 
 def test_the_settings_of_a_run_choose_the_passage_and_the_dtype() -> None:
-    params = mini.params_of(build("tiny"))
+    params = mini.params_of(build(ModelConfig("tiny")))
 
     def program(**settings: Any) -> str:
         model = build(ModelConfig(**settings))
-        assert model.tensors == build("tiny").tensors
+        assert model.tensors == build(ModelConfig("tiny")).tensors
         with jax.numpy_dtype_promotion("standard"):  # attention and norms mix bfloat16 with float32
             traced = jax.make_jaxpr(jax.grad(model.loss))(params, TOKENS)
         assert {value.dtype for value in traced.out_avals} == {jnp.dtype("float32")}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import Place, Size
@@ -74,7 +75,7 @@ def test_the_logits_equal_llamas() -> None:
 
 def test_dense_sizes_have_llama_names_and_configs_and_other_architectures_have_none() -> None:
     for size, entry in MODELS.items():
-        names = [tensor.name for tensor in build(size).tensors]
+        names = [tensor.name for tensor in build(ModelConfig(size)).tensors]
         if not entry.dense:
             with pytest.raises(KeyError):
                 [llama.to_llama(name) for name in names]

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import registry
+from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import random_keys
-from archipelago.islands.models.registry import MODELS, Model, Params, build
+from archipelago.islands.models.registry import MODELS, build
 from archipelago.islands.models.transformer import transformer
 from tests.failing import failing
 from tests.islands.models import mini
@@ -39,12 +41,12 @@ def test_every_size_has_about_the_parameters_that_its_name_says() -> None:
         ("tiny-moe", 0.3e6, 0.34e6),
         ("small-moe", 2.9e6, 3.1e6),
     ):
-        assert low <= sum(tensor.size for tensor in build(size).tensors) <= high, size
+        assert low <= sum(tensor.size for tensor in build(ModelConfig(size)).tensors) <= high, size
 
 
 def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
     with failing(ConfigError, "model.unknown") as caught:
-        build("huge")
+        build(ModelConfig("huge"))
     assert all(name in caught.value.remedy for name in MODELS)
 
 

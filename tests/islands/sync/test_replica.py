@@ -18,7 +18,7 @@ from archipelago.broker import manifest as manifest_module
 from archipelago.broker.codecs import CODECS, Vector, body_of, codec, empty_vector
 from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.islands.models.registry import Params
+from archipelago.islands.models.interface import Params
 from archipelago.islands.sync import replica as replica_module
 from archipelago.islands.sync.adoption import RULES
 from archipelago.islands.sync.arrays import device_copy, flatten, unflatten

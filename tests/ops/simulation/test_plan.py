@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import MergeConfig
+from archipelago.broker.config import MergeConfig, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models.registry import build
 from archipelago.ops.commands import run
@@ -108,10 +108,10 @@ def test_a_model_that_needs_several_machines_gets_shards() -> None:
     assert any(line.startswith("S = 1 ") for line in one)
     assert "--shards" not in one[-1] and "--model.size" not in one[-1]
     named = replace(SPOT, model="tiny")
-    assert plan(named).fragments == len(build("tiny").tensors) < 24
+    assert plan(named).fragments == len(build(ModelConfig("tiny")).tensors) < 24
     assert "--model.size tiny" in page(named, plan(named))[-1]
     tight = plan(replace(named, model="1b", merger_gb=4.0))
-    assert tight.cycle.shards > 1 and tight.fragments == len(build("1b").tensors)
+    assert tight.cycle.shards > 1 and tight.fragments == len(build(ModelConfig("1b")).tensors)
 
 
 def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.islands.data.corpus import open_corpus
-from archipelago.islands.models.registry import Params, build
+from archipelago.islands.models.interface import Params
+from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.ours import first_snapshots, fitted, our_work
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.weights.export import RunParameters
@@ -21,7 +22,7 @@ from tests import samples
 LINES = [f"{n} islands and {n * n % 997} ships\n" for n in range(4000)]
 VOCABULARY = 400
 SMALL = replace(RunConfig(), data=replace(RunConfig().data, corpus="small", sequence_length=32, shards=8))
-TINY = build("tiny")
+TINY = build(ModelConfig("tiny"))
 
 
 @cache
