@@ -1,8 +1,8 @@
 """The parts of transformers, as flax modules, and their conversion to pure functions.
 
-`functional` turns a module into functions over a flat dict of arrays. The rest of Archipelago moves named tensors and
-never looks inside a model. The names decide how a tensor is treated: one that ends in `embedding` is merged by
-the rule for embeddings. Muon trains no tensor with `embedding`, `router` or `output` in its name; AdamW does.
+`language_model` turns a module into functions over a flat dict of arrays. The rest of Archipelago moves named tensors
+and never looks inside a model. The names decide how a tensor is treated: one that ends in `embedding` is merged by the
+rule for embeddings. Muon trains no tensor with `embedding`, `router` or `output` in its name; AdamW does.
 
 Attention has the form that suits the device: cuDNN's flash attention on NVIDIA GPUs, XLA's elsewhere. Flash attention
 never holds the matrix of all pairs of positions, so its memory grows with T instead of T². It works in bfloat16 and
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -188,43 +188,6 @@ class Layer(nnx.Module):
         return x_BxTxW + self.mlp(self.mlp_norm(x_BxTxW))
 
 
-class Functional(NamedTuple):
-    """A module as pure functions over named parameters.
-
-    Attributes:
-        init: From a seed to fresh parameters.
-        apply: From parameters and integer tokens [B, T] to the logits and the sum of all `Penalty` terms.
-        tensors: The parameters' names, shapes and kinds, sorted by name.
-    """
-
-    init: Callable[[int], Params]
-    apply: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]]
-    tensors: tuple[Tensor, ...]
-
-
-def functional(create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]]) -> Functional:
-    """Convert the module that `create` makes, from tokens to logits, to functions of its `nnx.Param`s by name."""
-    abstract = nnx.eval_shape(lambda: create(random_keys(jax.random.key(0))))
-    graph, state = nnx.split(abstract, nnx.Param)
-    shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
-    paths = {_dotted(path): path for path in shapes}
-
-    def fresh(key: jax.Array) -> Params:
-        model = create(random_keys(key))
-        return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-
-    def apply(params: Params, tokens_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model: Any = nnx.merge(graph, nnx.from_flat_state([(paths[name], value) for name, value in params.items()]))
-        logits: jax.Array = model(tokens_BxT)
-        return logits, sum(jax.tree.leaves(nnx.pop(model, Penalty)), jnp.zeros((), jnp.float32))
-
-    tensors = tuple(
-        Tensor(name, tuple(shapes[path]), "embedding" if path[-1] == "embedding" else "rest")
-        for name, path in sorted(paths.items())
-    )
-    return Functional(lambda seed: fresh(jax.random.key(seed)), apply, tensors)
-
-
 def _dotted(path: tuple[object, ...]) -> str:
     """Return the parameter name of a path in the tree of modules."""
     return ".".join(map(str, path))
@@ -240,17 +203,41 @@ def mean_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets.astype(jnp.int32)))
 
 
-def language_model(network: Functional, *, has_penalty: bool = False) -> Model:
-    """Return a model, from a network that returns logits [B, T, V] of the token that follows each position."""
+def language_model(
+    create: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]], *, has_penalty: bool = False
+) -> Model:
+    """Return the module that `create` makes as pure functions of its `nnx.Param`s by name.
+
+    Args:
+        create: Makes a module from tokens [B, T] to logits [B, T, V] of the token that follows each position.
+        has_penalty: Whether its parts have `Penalty` terms, whose sum training adds to the loss.
+    """
+    abstract = nnx.eval_shape(lambda: create(random_keys(jax.random.key(0))))
+    graph, state = nnx.split(abstract, nnx.Param)
+    shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
+    paths = {_dotted(path): path for path in shapes}
+
+    def init(seed: int) -> Params:
+        model = create(random_keys(jax.random.key(seed)))
+        return {_dotted(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+    def apply(params: Params, tokens_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model: Any = nnx.merge(graph, nnx.from_flat_state([(paths[name], value) for name, value in params.items()]))
+        logits_BxTxV: jax.Array = model(tokens_BxT)
+        return logits_BxTxV, sum(jax.tree.leaves(nnx.pop(model, Penalty)), jnp.zeros((), jnp.float32))
 
     def loss_and_penalty(params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BxTxV, penalty = network.apply(params, tokens_BxT1[:, :-1])
+        logits_BxTxV, penalty = apply(params, tokens_BxT1[:, :-1])
         return mean_cross_entropy(logits_BxTxV, tokens_BxT1[:, 1:]), penalty
 
     def loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
         return loss_and_penalty(params, tokens_BxT1)[0]
 
     def logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
-        return network.apply(params, tokens_BxT)[0]
+        return apply(params, tokens_BxT)[0]
 
-    return Model(network.init, loss, network.tensors, logits, loss_and_penalty if has_penalty else None)
+    tensors = tuple(
+        Tensor(name, tuple(shapes[path]), "embedding" if path[-1] == "embedding" else "rest")
+        for name, path in sorted(paths.items())
+    )
+    return Model(init, loss, tensors, logits, loss_and_penalty if has_penalty else None)

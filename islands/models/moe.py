@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
 from archipelago.islands.models.interface import Model
-from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, functional, language_model, linear
+from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, language_model, linear
 from archipelago.islands.models.llama import Size
 from archipelago.islands.models.transformer import UNROLLED, Depth, Transformer
 
@@ -122,5 +122,4 @@ def transformer(
 ) -> Model:
     """The transformer of this size with a routed MLP in each layer. Routing is float32 in any `compute_dtype`."""
     mlp = partial(RoutedMLP, routing)
-    network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, mlp, vocabulary, depth))
-    return language_model(network, has_penalty=True)
+    return language_model(lambda rngs: Transformer(size, compute_dtype, rngs, mlp, vocabulary, depth), has_penalty=True)

@@ -27,7 +27,6 @@ from archipelago.islands.models.layers import (
     GatedMLP,
     Layer,
     Penalty,
-    functional,
     language_model,
     normal,
     rms_norm,
@@ -125,5 +124,4 @@ class Transformer(nnx.Module):
 
 def transformer(size: Size, compute_dtype: DTypeLike, vocabulary: int = BYTES, depth: Depth = UNROLLED) -> Model:
     """The dense transformer of this size. Parameters and cross-entropy are float32 in any `compute_dtype`."""
-    network = functional(lambda rngs: Transformer(size, compute_dtype, rngs, vocabulary=vocabulary, depth=depth))
-    return language_model(network)
+    return language_model(lambda rngs: Transformer(size, compute_dtype, rngs, vocabulary=vocabulary, depth=depth))
