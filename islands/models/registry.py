@@ -34,16 +34,14 @@ class NamedModel:
         create: From the compute dtype and the vocabulary to a `Model`. It takes `depth`, which says how to pass through
             the layers.
         learning_rate: The inner learning rate of a config that names none.
-        dense: The size of a dense transformer, which exports as a Llama. None for other architectures.
     """
 
     create: Callable[..., Model]
     learning_rate: float = 3e-3
-    dense: Size | None = None
 
 
 def _dense(size: str, learning_rate: float) -> NamedModel:
-    return NamedModel(partial(transformer, DENSE[size]), learning_rate, dense=DENSE[size])
+    return NamedModel(partial(transformer, DENSE[size]), learning_rate)
 
 
 #: The learning rates of `tiny` and `tiny-moe` are the best of those that we measured, that of `small` is the only one

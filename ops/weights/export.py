@@ -174,8 +174,8 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
 
     All say where the parameters come from.
     """
+    from archipelago.islands.models.llama import DENSE
     from archipelago.islands.models.llama import config_of as llama_config
-    from archipelago.islands.models.registry import MODELS
 
     manifest = found.manifest
     model, positions = manifest.config.model, manifest.config.data.sequence_length
@@ -188,8 +188,7 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
         return {"model_type": OWN_KIND, **own, "torch_dtype": dtype, OWN_KIND: origin}
     origin |= {"vocabulary": model.vocabulary, "sequence_length": positions, "corpus": manifest.corpus.name,
                "corpus_digest": manifest.corpus.digest}  # fmt: skip
-    entry = MODELS.get(model.size)
-    if entry and (size := entry.dense):
+    if size := DENSE.get(model.size):
         return {**llama_config(size, model.vocabulary, positions, dtype), OWN_KIND: origin}
     return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
 
