@@ -19,6 +19,7 @@ from archipelago.islands.options import IslandOptions, own_placement
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.participant import Participant
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile
@@ -76,7 +77,7 @@ class PreparedIsland:
         link: Link,
         arrivals: Sequence[Arrival],
         scan_steps: int = 1,
-        on_marker: Callable[[Island, int], None] | None = None,
+        on_marker: Callable[[Participant], object] | None = None,
     ) -> Island:
         """Return an island that begins with these snapshots, and makes `scan_steps` inner steps between boundaries."""
         leases = None if name == REHEARSING else link

@@ -91,10 +91,10 @@ class WorkerRun(Membership):
             DivergedError: The loss or the parameters are not finite. The island has announced its departure by then.
             ConfigError: A part of the users' task failed; likewise.
         """
-        with self as run:
-            stopped, island = self._health.watched(self._stopped, lambda: "training"), run.worker
-            while not (stopped() or run.finished):
-                run.sync(*island.make_steps())
+        with self:
+            stopped, island = self._health.watched(self._stopped, lambda: "training"), self.worker
+            while not (stopped() or self.finished):
+                self._turn(*island.make_steps())
             self._health.leave()
         if self._store is not None and self._state == "replaced":
             self._store.close()
@@ -102,10 +102,6 @@ class WorkerRun(Membership):
             with progress("writing the last checkpoint"):
                 self._store.finish(self.worker)
         return _summary(self.worker, self._state)
-
-    def sync(self, steps: int, tokens: int, losses: object) -> None:
-        """Sync after some steps. It never waits for the run."""
-        self._turn(steps, tokens, losses)
 
     @property
     def worker(self) -> Island:
@@ -145,11 +141,8 @@ class WorkerRun(Membership):
         self._curves = CurveWriter(events, lambda: point(self.worker))
 
     def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Island:
-        store = self._store
-        return self._prepared.island(
-            name, self._incarnation, link, arrivals, self._options.scan_steps,
-            (lambda of, _: store.on_marker(of)) if store is not None else None,
-        )  # fmt: skip
+        on_marker = None if self._store is None else self._store.on_marker
+        return self._prepared.island(name, self._incarnation, link, arrivals, self._options.scan_steps, on_marker)
 
     def _warm_up(self) -> None:
         self._evaluator = self._evaluates()

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -38,14 +37,13 @@ class Island(Participant):
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
         scan_steps: int = 1,
-        on_marker: Callable[[Island, int], None] | None = None,
+        on_marker: Callable[[Participant], object] | None = None,
     ) -> None:
         """Begin from published snapshots with fresh inner optimiser state.
 
         Args:
-            name, manifest, link, arrivals, clock, incarnation: As for a `Participant`.
+            name, manifest, link, arrivals, clock, incarnation, on_marker: As for a `Participant`.
             computation: Parameters, the inner optimiser's state and the inner steps.
-            on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
         """
         computation.begin([arrival.params_N for arrival in arrivals])
         where = computation.placement
@@ -53,7 +51,7 @@ class Island(Participant):
             name, manifest, link, computation.replica, computation, arrivals,
             jax.devices()[0].device_kind if where is None else where.device,
             OptimizerAccess(computation.state.copies, computation.state.decode, computation.use), clock, incarnation,
-            ranges=batches, on_marker=on_marker and partial(on_marker, self), diverged_max=DIVERGED_MAX,
+            ranges=batches, on_marker=on_marker, diverged_max=DIVERGED_MAX,
         )  # fmt: skip
         self.computation, self.batches = computation, batches
         self.scan_steps = scan_steps

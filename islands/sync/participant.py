@@ -62,7 +62,7 @@ class Participant:
         incarnation: str = "",
         *,
         ranges: Ranges | None = None,
-        on_marker: Callable[[int], None] | None = None,
+        on_marker: Callable[[Participant], object] | None = None,
         diverged_max: int = 1,
     ) -> None:
         """Begin from published snapshots, which the replica has taken already.
@@ -74,7 +74,7 @@ class Participant:
             optimizer: The state of the loop's optimiser. Without it, no peer gives such state or gets it.
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
             ranges: The ranges of the run's text that the loop reads, if any.
-            on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
+            on_marker: Called between two inner steps for each checkpoint of the merger.
             diverged_max: The island leaves after this many losses in a row that are not finite. Some optimisers skip a
                 step that fails.
         """
@@ -199,7 +199,7 @@ class Participant:
                     self.ledger.resumed(shard, event.round, self.link.channels[shard].outbox.unresolved_rounds())
                 case Marker(number=number):  # of each shard, at the same number
                     if number > self._marker and self._on_marker is not None:
-                        self._on_marker(number)
+                        self._on_marker(self)
                     self._marker = number
                 case _:
                     self.ledger.heard(event)

@@ -18,6 +18,7 @@ from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.sync.leaving import leave
+from archipelago.islands.sync.participant import Participant
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness.played import Connect, PlayedRun
@@ -79,7 +80,7 @@ class TinyRun(PlayedRun):
         incarnation: str = "x",
         shards: Sequence[str] | None = None,
         silent: bool = False,
-        on_marker: Callable[[Island, int], None] | None = None,
+        on_marker: Callable[[Participant], object] | None = None,
     ) -> Island:
         """Return an island that has joined and leased a shard. A `silent` one has sent nothing yet."""
         if shards is None:

@@ -20,6 +20,7 @@ from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.leaving import leave_after, leave_reason
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.sync.measures import Uplink
+from archipelago.islands.sync.participant import Participant
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.harness import tiny
@@ -55,13 +56,13 @@ def versions(island: Island) -> list[int]:
 
 
 def test_each_checkpoint_of_the_merger_is_told_once() -> None:
-    run, seen = TinyRun(), list[int]()
-    island = run.island("a", on_marker=lambda of, number: seen.append(number))
-    for number in (5, 5, 6):
+    run, seen = TinyRun(), list[Participant]()
+    island = run.island("a", on_marker=seen.append)
+    for number, times in ((5, 1), (5, 1), (6, 2)):
         run.merger.transport.merger.announce(run.merger.epoch, Marker(number, 0))
         island.link.pump()
         island.boundary()
-    assert seen == [5, 6]
+        assert seen == [island] * times
 
 
 # -- what it sends --------------------------------------------------------------------------------------------------

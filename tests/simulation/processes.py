@@ -139,7 +139,7 @@ class IslandProcess(Process):
             arrivals,
             simulation.clock,
             self.incarnation,
-            on_marker=lambda island, _: self.store.on_marker(island),
+            on_marker=self.store.on_marker,
         )
         self._observe(simulation, link, batches)
         rejoin = Newcomer(self.connection, self.island, seconds=2.0, pause=self._wait)
