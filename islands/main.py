@@ -25,7 +25,7 @@ import tyro
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import return_freed_memory
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import guarded, keep_compiled, stop_on_signals
+from archipelago.broker.process import guarded, stop_on_signals
 from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions as IslandOptions
 from archipelago.islands.options import own_task, require_valid
@@ -131,7 +131,6 @@ def prepared_here(options: IslandOptions) -> PreparedIsland:
     with closing(awaited(options.connect)) as transport:
         manifest = awaited(transport.reader.manifest)
         task = own_task(options, manifest)
-        keep_compiled()
 
         from archipelago.islands.prepared import prepared_for
 

@@ -80,10 +80,7 @@ def is_random(options: IslandOptions) -> bool:
 
 
 def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
-    """Return the task that the island trains, if the run has one. This may import JAX."""
-    if options.task is None and not manifest.task:
-        manifest.require_own_code("`archipelago island`")
-        return None
+    """Return the task that the island trains, if the run has one. JAX, which this may import, caches its programs."""
     keep_compiled()
 
     from archipelago.islands.tasks.task import task_of

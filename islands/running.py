@@ -19,7 +19,7 @@ from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import REPLACED, keep_compiled, print_json
+from archipelago.broker.process import REPLACED, print_json
 from archipelago.islands.options import IslandOptions, is_random, own_task, require_valid
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
@@ -118,7 +118,6 @@ class WorkerRun(Membership):
         options, self._origin.run = self._options, manifest.run
         folder = options.folder or Path("runs") / manifest.run / "islands" / name
         task = own_task(options, manifest)
-        keep_compiled()
         if self._team is not None:
             self._team.share_manifest(manifest)
 

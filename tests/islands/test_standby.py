@@ -75,8 +75,7 @@ def _small() -> Iterator[None]:
     """Train a small model on a text in memory. This process keeps its signal handlers, its allocator and its caches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.MODELS, "mini", registry.NamedModel(partial(transformer, mini.SIZE)))
-        for module in (main, running):
-            patch.setattr(module, "keep_compiled", lambda: None)
+        patch.setattr("archipelago.islands.options.keep_compiled", lambda: None)
         patch.setattr(ours, "training_text", lambda *_: CORPUS)
         patch.setattr(main, "stop_on_signals", lambda: lambda: False)
         yield
