@@ -18,9 +18,10 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tyro
+from pydantic import TypeAdapter
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import return_freed_memory
@@ -86,18 +87,13 @@ class Assignment:
 def assignment(line: bytes) -> Assignment:
     """Return the assignment in a line. Raises ConfigError for any other line."""
     try:
-        fields: Any = json.loads(line)
-        arguments, environment, output = fields["arguments"], fields.get("environment", {}), fields.get("log", "")
-        texts = [*arguments, *environment.keys(), *environment.values(), output]
-        if isinstance(arguments, list) and all(isinstance(text, str) for text in texts):
-            return Assignment(tuple(arguments), environment, output)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    raise ConfigError(
-        f"A standby cannot read the line {line[:80].decode(errors='replace').strip()!r}",
-        'Write one line such as {"arguments": ["--name", "oslo"], "environment": {}, "log": "oslo.log"}.',
-        code="standby.assignment",
-    )
+        return TypeAdapter(Assignment).validate_python(json.loads(line))
+    except ValueError:  # also what pydantic raises
+        raise ConfigError(
+            f"A standby cannot read the line {line[:80].decode(errors='replace').strip()!r}",
+            'Write one line such as {"arguments": ["--name", "oslo"], "environment": {}, "log": "oslo.log"}.',
+            code="standby.assignment",
+        ) from None
 
 
 def stand_by(options: IslandOptions) -> int:
