@@ -131,22 +131,8 @@ def _ramp(moments: optax.OptState, steps: int) -> jax.Array:
     return jnp.minimum(1.0, (seen + 1).astype(jnp.float32) / max(1, steps))
 
 
-def gradient(objective: Callable[[Params, Any], tuple[jax.Array, jax.Array]]) -> Gradient:
-    """Return the first half of an inner step: gradients of the objective, and the model's loss.
-
-    `objective` returns what training minimises, and the loss.
-    """
-    differentiated = jax.value_and_grad(objective, has_aux=True)
-
-    def compute(params: Params, batch: Any) -> tuple[Params, jax.Array]:
-        (_, loss), gradients = differentiated(params, batch)
-        return gradients, loss
-
-    return compute
-
-
 def descent(config: InnerConfig) -> Descent:
-    """Return the second half: from the gradients of a batch, or an average of several, to the next state."""
+    """Return the second half of an inner step: from gradients, or an average of several, to the next state."""
     transformation = optimizer(config)
 
     def descend(state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array, /) -> InnerState:

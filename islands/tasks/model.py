@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from archipelago.islands.inner import Descent, InnerState, gradient
+from archipelago.islands.inner import Descent, InnerState
 from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.task import NamedTask
 from archipelago.islands.user_loop.tensors import kinds_by
@@ -101,9 +101,9 @@ class TaskModel:
         return sum(penalties, loss), loss
 
     def gradient(self, params: Params, batch: Any) -> tuple[Params, jax.Array]:
-        """Return the gradients of the objective by name, and the loss."""
-        # The backward pass may fail, too.
-        gradients, loss = self.named.call("loss", gradient(self.objective), params, batch)
+        """Return the gradients of the objective by name, and the loss. This is the first half of an inner step."""
+        differentiated = jax.value_and_grad(self.objective, has_aux=True)
+        (_, loss), gradients = self.named.call("loss", differentiated, params, batch)  # the backward pass may fail, too
         return gradients, loss
 
     # -- the optimiser ------------------------------------------------------------------------------------------------
