@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import BYTES, RunConfig
@@ -18,6 +16,7 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.inner import require_divisible
 from archipelago.islands.models.interface import Params
+from archipelago.islands.sync.arrays import plain_templates
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
@@ -55,7 +54,7 @@ def our_task(config: RunConfig, corpus: OpenCorpus) -> OurTask:
         evaluate=CorpusEvaluation(config, corpus),
         kinds=kinds.__getitem__,
         tokens=config.tokens_per_step,
-        shapes=jax.eval_shape(lambda: {t.name: jnp.zeros(t.shape, jnp.float32) for t in model.tensors}),
+        shapes=plain_templates(model.tensors),
     )
     return OurTask(task, corpus)
 

@@ -17,6 +17,7 @@ from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.llama import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
+from archipelago.islands.sync.arrays import plain_templates
 from archipelago.islands.sync.evaluator import Measures, mean_of
 from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.task import NamedTask, Task
@@ -44,8 +45,8 @@ def experts(routing: Routing) -> Model:
 @cache
 def as_task(model: Model) -> TaskModel:
     """Return a model as our worker trains it, without a corpus."""
-    shapes = {tensor.name: jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in model.tensors}  # type: ignore[no-untyped-call]
-    return TaskModel(NamedTask(Task(model.init, model.training_loss, lambda _: (), shapes=shapes)), 0)
+    task = Task(model.init, model.training_loss, lambda _: (), shapes=plain_templates(model.tensors))
+    return TaskModel(NamedTask(task), 0)
 
 
 def steps_of(model: Model, inner: InnerConfig) -> InnerSteps:
