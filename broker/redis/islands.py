@@ -217,7 +217,8 @@ class RedisIsland:
     def request_state(self, who: str) -> None:
         with self._connection.transaction() as pipe:
             pipe.hsetnx(self._keys.requests, who, "")
-            pipe.expire(self._keys.requests, REMEMBER_SECONDS)  # removes the requests of islands that died
+            # Removes the requests of islands that died. A newcomer does not put it off, or these would stay.
+            pipe.expire(self._keys.requests, REMEMBER_SECONDS, nx=True)
 
     def open_requests(self, me: str = "") -> list[str]:
         key = self._keys.requests

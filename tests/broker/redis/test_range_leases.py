@@ -101,13 +101,18 @@ def test_a_damaged_lease_is_free_and_lost(transport: RedisTransport, raw: Any, d
     assert transport.island.lease_range(["0"], "a/x") is None
 
 
-def test_requests_among_thousands_of_others_are_found(transport: RedisTransport, connections: Connect) -> None:
+def test_requests_among_thousands_of_others_are_found(
+    transport: RedisTransport, connections: Connect, raw: Any
+) -> None:
     other = connections()
     for number in range(400):
         other.island.request_state(f"nobody-{number}/x")
     for island in ("a", "b"):  # last, because they expire, and the requests may take long
         transport.island.heartbeat(samples.heartbeat(island, "joining"))
+    key = Keys(transport.run).requests
+    assert raw.expire(key, 100)
     other.island.request_state("b/x")
+    assert raw.ttl(key) <= 100, "those of islands that died end, although others come"
     assert transport.island.open_requests() == ["b/x"]
     assert transport.island.promise_answer("b/x", "a/x")
     assert transport.island.open_requests() == []
