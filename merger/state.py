@@ -22,10 +22,11 @@ from archipelago.merger.weights import Norms, RunningMean
 
 #: How many islands have an account. Those that were silent longest are forgotten first.
 ACCOUNTS_MAX = 1024
-#: How many incarnations of islands are remembered. Those that were silent longest are forgotten first.
-INCARNATIONS_MAX = 4096
+#: How many incarnations of islands are remembered. Those that were silent longest are forgotten first. Each commit
+#: takes some 15 µs for each of them.
+INCARNATIONS_MAX = 1024
 #: How many incarnations of one island are remembered, so that one island cannot make the merger forget the others.
-INCARNATIONS_OF_AN_ISLAND = 64
+INCARNATIONS_OF_AN_ISLAND = 8
 #: How many sequence numbers are remembered one by one. Missing ones further back count as seen.
 REMEMBERED_MAX = 1024
 
