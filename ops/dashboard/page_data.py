@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -134,7 +135,7 @@ def _five_digits(value: float) -> float:
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
 
-#: A page reads at most this many runs at once.
+#: A page reads at most this many runs at once, those that somebody asked for last.
 BOARDS_MAX = 32
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
@@ -174,22 +175,28 @@ class Boards:
         """Return the board of a run. Raise ArchipelagoError if it cannot be read."""
         board = self._boards.get(run)  # without the lock: another run may hang while it is opened
         if board:
+            board.asked_at = time.monotonic()
             if self._open is not None and board.is_lost():
                 threading.Thread(target=self._open_again, args=(run, self._open), daemon=True).start()
             return board
         with self._lock:
             if run in self._boards:
                 return self._boards[run]
-            if self._open is None or len(self._boards) >= BOARDS_MAX:
+            if self._open is None:
                 raise UnknownRunError(f"this page does not show the run {run!r}", f"Use `archipelago dash {run}`.")
-            return self._boards.setdefault(run, self._begin(Board(self._open(run))))
+            board = self._begin(Board(self._open(run)))
+            if len(self._boards) >= BOARDS_MAX:
+                longest_ago = min(self._boards, key=lambda each: self._boards[each].asked_at)
+                self._boards.pop(longest_ago).stack.close()
+            return self._boards.setdefault(run, board)
 
     def _open_again(self, run: str, open_run: Open) -> None:
         """Look for a run at another address, since its board says that the Redis which it knows does not answer."""
         with suppress(ArchipelagoError):
             found = Board(open_run(run))
-            self._boards[run].stack.close()
-            self._boards[run] = self._begin(found)
+            if before := self._boards.get(run):
+                before.stack.close()
+                self._boards[run] = self._begin(found)
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the run that was named, or all runs, as plain data."""
@@ -203,7 +210,7 @@ class Board:
 
     def __init__(self, watch: Watcher) -> None:
         self.watch, self.stack = watch, ExitStack()
-        self._opened_at = watch.clock()
+        self._opened_at, self.asked_at = watch.clock(), time.monotonic()
         self.page, self.charts = "", ""
         self.charts_number = 0
         self._charts_due = -math.inf

@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from archipelago.ops.watch.run_view import IslandView, RunView
 
 REFUSALS_READ = 100
 LOOK_SECONDS = 1.0
-#: Evaluations and refusals are read again after this time, and so rarely that it takes at most this share of the time.
+#: Evaluations, refusals and the merger's state are read again after this time, and so rarely that it takes at most this
+#: share of the time.
 SELDOM_SECONDS, SELDOM_SHARE = 5.0, 0.05
 #: If the newest reading is older than this, the next one hangs, which is an outage. The connection itself waits longer.
 PATIENCE_SECONDS = 5.0
@@ -50,16 +51,19 @@ def observe(
     evaluations: Sequence[Evaluation] | None = None,
     refusals: Sequence[tuple[float, Refusal]] | None = None,
     notes: Sequence[Note] | None = None,
+    state: str | None = None,
 ) -> RunView:
     """Return the run as Redis has it now, on a connection to all its shards. Raise BrokerError.
 
-    Recent rounds, evaluations, refusals and notes are given if they were read already, or are not needed.
+    Recent rounds, evaluations, refusals, notes and the merger's state are given if they were read already, or are not
+    needed.
     """
     reader = transport.reader
     counters, tape = reader.counters(), reader.tape(RECENT_ROUNDS) if tape is None else tape
     view = summarise(
         manifest, tape[-RECENT_ROUNDS:], reader.presences(), counters,
-        reader.evaluations() if evaluations is None else evaluations, reader.merger_state(),
+        reader.evaluations() if evaluations is None else evaluations,
+        reader.merger_state() if state is None else state,
         reader.memory(), shards_away(transport), reader.control(),
     )  # fmt: skip
     status, notes = reader.merger_status() or MergerStatus(), reader.notes(NOTES_READ) if notes is None else notes
@@ -178,7 +182,7 @@ def _island(
 
 
 def _token_accounts(
-    presences: Iterable[Presence],
+    presences: Sequence[Presence],
     settled: Mapping[str, int],
     counters: Counters,
     fragments: int,
@@ -186,18 +190,16 @@ def _token_accounts(
     """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
 
     docs/guide/watch.md says what each account holds. A token counts once, although each fragment is synchronised on
-    its own: every account is the mean over the fragments. `settled` are each island's merged tokens. It also has
-    islands of long ago, which have trained these.
+    its own: every account is the mean over the fragments. `settled` are each island's merged tokens, as far as they are
+    remembered.
     """
-    of_island, unsent = dict(settled), 0
-    for presence in presences:
-        beat = presence.heartbeat
-        of_island[beat.island] = max(beat.tokens, of_island.get(beat.island, 0))
-        unsent += beat.tokens_unsent if presence.is_live else 0
+    beats = [presence.heartbeat for presence in presences]
+    unsent = sum(presence.heartbeat.tokens_unsent for presence in presences if presence.is_live)
+    trained = sum(max(0, beat.tokens - settled.get(beat.island, 0)) for beat in beats)  # besides what was merged
     merged, refused, waiting = (
         tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, counters.pending_tokens)
     )
-    rest = max(0, sum(of_island.values()) - merged - refused - waiting)
+    rest = max(0, trained - refused - waiting)
     unsent = min(unsent, rest)
     return {
         "tokens_merged": merged,
@@ -271,6 +273,7 @@ class Watcher:
         self._lacks: frozenset[int] = frozenset()
         self._evaluations: Sequence[Evaluation] = ()
         self._refusals: Sequence[tuple[float, Refusal]] = ()
+        self._state = ""
         self._seldom_due = -math.inf
 
     def update(self) -> bool:
@@ -299,9 +302,10 @@ class Watcher:
         if began >= self._seldom_due:  # It may take long, so it is done rarely.
             self._evaluations = self.transport.reader.evaluations()
             self._refusals = refusals_of(self.transport.reader)
+            self._state = self.transport.reader.merger_state()
             self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
         notes = self.transport.reader.notes(EVENTS_READ)
-        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes)
+        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, self._state)
         view, now = replace(view, address=self._address, folder=self._folder, up=self._up), self.wall()
         return RunReading(
             view=view,

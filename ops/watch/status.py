@@ -42,7 +42,7 @@ from archipelago.ops.watch.state_line import StateLine, state_line
 ROWS = 40
 #: How many islands with the same problem are named.
 NAMED = 8
-FRAMES_A_SECOND = 4.0
+FRAMES_A_SECOND = 1.0  # each takes 30 ms
 #: Lines of the live screen without islands and events, about.
 _OTHER_LINES = 14
 _ISLANDS_LEAST, _EVENTS_SHOWN = 3, 8

@@ -20,7 +20,7 @@ from archipelago.broker.errors import UnknownRunError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import Transport
-from archipelago.ops.dashboard import metrics
+from archipelago.ops.dashboard import metrics, page_data
 from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import FILES, PAGE, Board, Boards
@@ -210,6 +210,16 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
         boards.of("other")
 
 
+def test_the_run_that_nobody_asked_for_the_longest_makes_room(transport: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_data, "BOARDS_MAX", 2)
+    with Boards(None, tuple, lambda run: Watcher(transport)) as boards:
+        a, b = boards.of("a"), boards.of("b")
+        assert boards.of("a") is a
+        c = boards.of("c")
+        assert (boards.of("a"), boards.of("c")) == (a, c)
+        assert boards.of("b") is not b, "it was closed, and is opened again"
+
+
 def test_a_run_that_was_made_again_is_found_at_its_new_address(watch: Watcher, transport: Away, until: Until) -> None:
     entries = [RunEntry("sample", "runs/sample", "training")]
     newer, now = Watcher(watch.transport, clock=lambda: 100.0), [0.0]
@@ -281,12 +291,12 @@ def test_rounds_are_followed_across_a_gap_and_a_new_run_of_the_same_name_has_a_n
     assert json.loads(board.charts)["lines"]["round"] == [1], "a new history is drawn at once"
 
 
-def test_evaluations_and_refusals_are_read_rarely(watch: Watcher, transport: Away, clock: VirtualClock) -> None:
-    made, refusals = list[float](), list[str]()
+def test_what_takes_long_is_read_rarely(watch: Watcher, transport: Away, clock: VirtualClock) -> None:
+    made, others = list[float](), list[str]()
 
     def slow(name: str) -> None:
-        if name == "refusals":
-            refusals.append(name)
+        if name in {"refusals", "merger_state"}:
+            others.append(name)
         if name == "evaluations":
             clock.now += 2.0  # The reading takes this long.
             made.append(clock.now)
@@ -295,4 +305,4 @@ def test_evaluations_and_refusals_are_read_rarely(watch: Watcher, transport: Awa
     for seconds, count in ((0.0, 1), (0.0, 1), (SELDOM_SECONDS + 30.0, 1), (10.0, 2)):
         clock.now += seconds  # 2 s of 40 s are the allowed share of a twentieth.
         watch.update()
-        assert len(made) == len(refusals) == count, seconds
+        assert (len(made), len(others)) == (count, 2 * count), seconds

@@ -48,7 +48,7 @@ PRESENCES = [
     Presence(samples.heartbeat("d", "left", tokens=70), 1.0),
     Presence(samples.heartbeat("e", "leaving", tokens=7), 9.9),
 ]
-COUNTERS = Counters(published=10, published_tokens=1000, merged=6, merged_tokens=601, refused=1, refused_tokens=100,
+COUNTERS = Counters(published=10, published_tokens=3744, merged=6, merged_tokens=3345, refused=1, refused_tokens=100,
               bytes_up=5_000, bytes_down=6_000_000)  # fmt: skip
 EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0, 4.25])]
 MERGED = json.dumps({"accounts": {n: [tokens] for n, tokens in zip("abdex", (1801, 400, 140, 4, 1000), strict=True)}})
@@ -70,12 +70,15 @@ def test_the_run_matches_a_calculation_by_hand() -> None:
         5.0 / math.log(2.0)
     )  # In bits. The mean of the last round of each fragment, one of which has no loss.
     assert (VIEW.held_out_first, VIEW.held_out_last) == (8.0, 4.25)
-    assert VIEW.tokens_merged == 300  # A token is merged once it is in both fragments: ⌊601 / 2⌋.
+    assert VIEW.tokens_merged == 1672  # A token is merged once it is in both fragments: ⌊3345 / 2⌋.
     assert VIEW.tokens_trained == 1000 + 500 + 0 + 70 + 7 + 1000 // 2  # An island of long ago has its merged tokens.
     assert (VIEW.tokens_refused, VIEW.tokens_pending) == (100 // 2, 299 // 2)
     assert (VIEW.pending, VIEW.memory_bytes) == (3, 7_000)
     assert VIEW.tokens_unsent == 60  # Island b is not live, so it will not send its tokens.
-    assert VIEW.tokens_lost == VIEW.tokens_trained - 300 - 50 - 149 - 60
+    assert VIEW.tokens_lost == VIEW.tokens_trained - 1672 - 50 - 149 - 60 == 146
+    forgotten = json.dumps({"accounts": {n: [tokens] for n, tokens in zip("abde", (1801, 400, 140, 4), strict=True)}})
+    without = summarise(MANIFEST, TAPE, PRESENCES, COUNTERS, EVALUATIONS, forgotten, MEMORY)
+    assert (without.tokens_trained, without.tokens_lost) == (VIEW.tokens_trained, 146), "x was forgotten"
     assert VIEW.counters == COUNTERS
 
 
@@ -179,7 +182,7 @@ def words(text: str) -> str:
 def test_a_terminal_shows_the_facts() -> None:
     for width in (80, 120):
         text = words(shown(VIEW, width))
-        for fact in ("4.250", "7.213", "5 known, 3 live", "10 = merged 6", "lost 1,518", "6.0 MB"):
+        for fact in ("4.250", "7.213", "5 known, 3 live", "10 = merged 6", "lost 146", "6.0 MB"):
             assert fact in text
         score = " 1.00" if width >= 88 else ""
         for row in (f"a training 10 100 2.885 0.00 75%{score} 0 10 B", f"b silent 10 – 2.885 0.00 25%{score} 0 10 B"):
