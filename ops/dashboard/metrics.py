@@ -53,7 +53,6 @@ COUNTERS = {
     "archipelago_run_merged_contributions_total": ("merged", "Contributions merged."),
     "archipelago_run_refused_contributions_total": ("refused", "Contributions refused."),
     "archipelago_run_sent_bytes_total": ("bytes_up", "Payload bytes from the islands."),
-    "archipelago_run_received_bytes_total": ("bytes_down", "Payload bytes to the islands."),
 }
 
 #: Maps a metric's name to the attribute of `MergeLoad` and its documentation: that of the busiest shard.
