@@ -130,13 +130,12 @@ class WorkerRun(Membership):
         if self._team is not None:
             self._team.agree()
             self._prepared.team = self._team
-        events = options.event_file(folder)
+        events = None
         if options.folder or not is_random(options):  # else no later start would find them
-            bucket = None if is_random(options) else options.bucket_folder(manifest.run, "islands", name)
-            self._store = IslandStore(folder, manifest, bucket)
-        if self._store is not None or events is not None:
             with suppress(OSError):  # An island trains without checkpoints where it cannot write.
                 make_untracked(folder)
+            bucket = None if is_random(options) else options.bucket_folder(manifest.run, "islands", name)
+            self._store, events = IslandStore(folder, manifest, bucket), options.event_file(folder)
         self._curves = CurveWriter(events, lambda: point(self.worker))
 
     def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Island:

@@ -137,9 +137,7 @@ def run(
     name: str | None = None,
 ) -> Island:
     """Build an island that leaves before its first step, and return it."""
-    options = main.IslandOptions(
-        url=stored.url, run="demo", folder=folder, scan_steps=scan_steps, tensorboard=False, name=name
-    )
+    options = main.IslandOptions(url=stored.url, run="demo", folder=folder, scan_steps=scan_steps, name=name)
     worker = running.WorkerRun(options, "oslo", lambda: True, Origin("oslo"), prepared)
     assert worker.train()["state"] == "left"
     return worker.worker
@@ -172,6 +170,7 @@ def test_an_island_keeps_a_state_only_where_a_later_start_finds_it(
     ):
         run(stored, prepared, folder, name=name)
         assert sorted(path.parent for path in Path().rglob(FILE)) == kept
+        assert Path("runs").exists() == (name is not None), "nothing else stays, either"
 
 
 @pytest.fixture
