@@ -167,7 +167,8 @@ def serve_shards(
             has_defect.set()  # only a mistake in our code explains that error
             continue
         again_at = {shard: again_at.get(shard, now + again_seconds) for shard in errors}
-        for shard in (shard for shard, at in again_at.items() if now >= at):
+        for shard in [shard for shard, at in again_at.items() if now >= at]:
+            del again_at[shard]
             shards[shard] = begun(shard)
     if errors := _errors(shards):
         raise min(errors.values(), key=lambda error: isinstance(error, ArchipelagoError))

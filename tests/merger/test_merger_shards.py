@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from tests.intercept import Intercepted
 #: Long enough that no lease expires while the threads of a test stand still. Threads that end release theirs.
 LEASE_SECONDS = 8.0
 LOOK_SECONDS = 0.02
-AGAIN_SECONDS = 0.5
+AGAIN_SECONDS = 0.2
 
 
 # -- the rule, without a broker ---------------------------------------------------------------------------------------
@@ -169,17 +171,20 @@ def test_processes_share_the_shards_of_a_run_until_it_is_deleted(home: RedisTran
 def test_a_shard_that_cannot_be_served_is_tried_again(
     home: RedisTransport, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, faults, loaded = Merger.load, [ConfigError("nothing can restore it", "")], list[int]()
+    load, faults, loaded = Merger.load, [ConfigError("nothing can restore it", "")] * 3, list[int]()
+    failed = list[float]()
 
-    def fails_once(self: Merger) -> None:
+    def fails_at_first(self: Merger) -> None:
         if self.manifest.shard == 1 and faults:
+            failed.append(time.monotonic())
             raise faults.pop()
         load(self)
         loaded.append(self.manifest.shard or 0)
 
-    monkeypatch.setattr(Merger, "load", fails_once)
+    monkeypatch.setattr(Merger, "load", fails_at_first)
     process = Process(home, "first")
     until(lambda: sorted(loaded) == [0, 1], "both shards to be served")
+    assert all(later - earlier >= AGAIN_SECONDS for earlier, later in pairwise(failed)), "it waits before each try"
     assert not process.has_ended
     process.stop()
     assert process.error is None
