@@ -57,6 +57,8 @@ class CheckpointStore:
         self.held: Callable[[], Collection[int]] = tuple
         #: The stores of all shards of the run, this one among them.
         self.parts: Sequence[CheckpointStore] = (self,)
+        #: The last rounds of checkpoints, by number, as far as they were read.
+        self._last_rounds: dict[int, int] = {}
 
     def numbers(self) -> list[int]:
         """Return the numbers of finished checkpoints, ascending. Does not load Orbax.
@@ -108,11 +110,11 @@ class CheckpointStore:
         return [number for number, last in rounds.items() if last > rounds[max(rounds)]]
 
     def _rounds(self) -> dict[int, int]:
-        found = dict[int, int]()
-        for number in self.numbers():
+        numbers = self.numbers()
+        for number in set(numbers) - self._last_rounds.keys():  # half a megabyte each, which never changes
             with suppress(*_UNREADABLE):
-                found[number] = max(int(each["round"]) for each in self._fields(number)["snapshots"])
-        return found
+                self._last_rounds[number] = max(int(each["round"]) for each in self._fields(number)["snapshots"])
+        return {number: self._last_rounds[number] for number in numbers if number in self._last_rounds}
 
     def _fields(self, number: int) -> Fields:
         text = (self.path_of(number) / "metadata" / "metadata").read_text(encoding="utf-8")
