@@ -26,7 +26,7 @@ ACCOUNTS_MAX = 1024
 #: takes some 15 µs for each of them.
 INCARNATIONS_MAX = 1024
 #: How many incarnations of one island are remembered, so that one island cannot make the merger forget the others.
-INCARNATIONS_OF_AN_ISLAND = 8
+INCARNATIONS_OF_AN_ISLAND = 64
 #: How many sequence numbers are remembered one by one. Missing ones further back count as seen.
 REMEMBERED_MAX = 1024
 
