@@ -230,6 +230,7 @@ def combined_state(states: Mapping[int, str]) -> str:
         found[0]
         | {
             "accounts": {island: [tokens] for island, tokens in merged_tokens(*found.values()).items()},
+            "tokens": sum(count_in(state.get("tokens")) for state in found.values()),
             "refused": summed(state.get("refused") for state in found.values()),
             "covered": min(count_in(state.get("covered")) for state in found.values()),
         }

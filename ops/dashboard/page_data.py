@@ -135,8 +135,8 @@ def _five_digits(value: float) -> float:
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
 
-#: A page reads at most this many runs at once, those that somebody asked for last.
-BOARDS_MAX = 32
+#: A page reads at most this many runs at once. One that nobody has asked for this long makes room for another.
+BOARDS_MAX, IDLE_SECONDS = 32, 10.0
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
 REOPEN_SECONDS = 5.0
@@ -184,19 +184,21 @@ class Boards:
                 return self._boards[run]
             if self._open is None:
                 raise UnknownRunError(f"this page does not show the run {run!r}", f"Use `archipelago dash {run}`.")
-            board = self._begin(Board(self._open(run)))
             if len(self._boards) >= BOARDS_MAX:
-                longest_ago = min(self._boards, key=lambda each: self._boards[each].asked_at)
-                self._boards.pop(longest_ago).stack.close()
-            return self._boards.setdefault(run, board)
+                idlest = min(self._boards, key=lambda each: self._boards[each].asked_at)
+                if time.monotonic() - self._boards[idlest].asked_at < IDLE_SECONDS:
+                    raise UnknownRunError(f"this page shows {BOARDS_MAX} runs", f"Use `archipelago dash {run}`.")
+                self._boards.pop(idlest).stack.close()
+            return self._boards.setdefault(run, self._begin(Board(self._open(run))))
 
     def _open_again(self, run: str, open_run: Open) -> None:
         """Look for a run at another address, since its board says that the Redis which it knows does not answer."""
         with suppress(ArchipelagoError):
             found = Board(open_run(run))
-            if before := self._boards.get(run):
-                before.stack.close()
-                self._boards[run] = self._begin(found)
+            with self._lock:
+                if before := self._boards.get(run):
+                    before.stack.close()
+                    self._boards[run] = self._begin(found)
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the run that was named, or all runs, as plain data."""

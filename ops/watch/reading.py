@@ -156,7 +156,7 @@ def summarise(
         covered=count_in(figures.get("covered")),
         tape=tape,
         evaluations=evaluations,
-        **_token_accounts(presences, settled, counters, fragments),
+        **_token_accounts(presences, settled, count_in(figures.get("tokens")), counters, fragments),
     )
 
 
@@ -184,6 +184,7 @@ def _island(
 def _token_accounts(
     presences: Sequence[Presence],
     settled: Mapping[str, int],
+    known_tokens: int,
     counters: Counters,
     fragments: int,
 ) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def _token_accounts(
 
     docs/guide/watch.md says what each account holds. A token counts once, although each fragment is synchronised on
     its own: every account is the mean over the fragments. `settled` are each island's merged tokens, as far as they are
-    remembered.
+    remembered, of the time when `known_tokens` were merged in all fragments.
     """
     beats = [presence.heartbeat for presence in presences]
     unsent = sum(presence.heartbeat.tokens_unsent for presence in presences if presence.is_live)
@@ -199,7 +200,8 @@ def _token_accounts(
     merged, refused, waiting = (
         tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, counters.pending_tokens)
     )
-    rest = max(0, trained - refused - waiting)
+    newer = max(0, counters.merged_tokens - known_tokens) // fragments
+    rest = max(0, trained - newer - refused - waiting)
     unsent = min(unsent, rest)
     return {
         "tokens_merged": merged,

@@ -212,12 +212,16 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
 
 def test_the_run_that_nobody_asked_for_the_longest_makes_room(transport: Away, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_data, "BOARDS_MAX", 2)
+    monkeypatch.setattr(page_data, "IDLE_SECONDS", 0.0)
     with Boards(None, tuple, lambda run: Watcher(transport)) as boards:
         a, b = boards.of("a"), boards.of("b")
         assert boards.of("a") is a
         c = boards.of("c")
         assert (boards.of("a"), boards.of("c")) == (a, c)
         assert boards.of("b") is not b, "it was closed, and is opened again"
+        monkeypatch.setattr(page_data, "IDLE_SECONDS", 1e9)
+        with failing(UnknownRunError, "broker.unknown-run"):
+            boards.of("d")
 
 
 def test_a_run_that_was_made_again_is_found_at_its_new_address(watch: Watcher, transport: Away, until: Until) -> None:
