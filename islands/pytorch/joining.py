@@ -47,7 +47,6 @@ def create(
     adopt: AdoptConfig | None = None,
     wire: WireConfig | None = None,
     kinds: str | KindOf = EMBEDDINGS,
-    buffers: Sequence[str] = (),
     trained: Trained | None = None,
     names: Names | None = None,
     record: bool = False,
@@ -59,7 +58,6 @@ def create(
     Args:
         model: A `torch.nn.Module` on one device. Its parameters that are trained, of float32, bfloat16 and float16, are
             merged, in float32. With `fully_shard` (FSDP2), all its processes call this.
-        buffers: The names of buffers that are merged too, such as the means of a batch norm.
         trained: Which parameters are trained: a regular expression that is found in their names, or a function from a
             name to a boolean. One that several layers share is trained if any of its names is chosen. The others are
             frozen: `join` compares them by digest, and they are never sent. None for those that require gradients now.
@@ -75,7 +73,7 @@ def create(
         MismatchError, DivergedError, BrokerError: As `archipelago.create`.
     """
     config = settings(steps, record=record, sync=sync, merge=merge, outer=outer, adopt=adopt, wire=wire)
-    parameters = ModuleParameters(model, buffers, trained, names)
+    parameters = ModuleParameters(model, trained, names)
     named, tensors = parameters.named(), parameters.manifest_tensors(kinds_by(kinds))
     own = "" if names else _config_text(model)
     made = partial(create_run, url, name, config, shards, tensors, model_config=own, wait_seconds=wait_seconds)
@@ -98,7 +96,6 @@ class Joining:
     run: str
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    buffers: Sequence[str] = ()
     trained: Trained | None = None
     names: Names | None = None
     island: str | None = None
@@ -109,7 +106,7 @@ class Joining:
 
     def parts(self) -> tuple[ModuleParameters, OptimizerState | None]:
         """Return the parameters, and the state of the optimisers if there are any."""
-        parameters = ModuleParameters(self.model, self.buffers, self.trained, self.names)
+        parameters = ModuleParameters(self.model, self.trained, self.names)
         return parameters, OptimizerState(self.optimizers, parameters.tensors) if self.optimizers else None
 
 
@@ -227,7 +224,6 @@ def join(
     model: torch.nn.Module,
     optimizer: Optimizers | None = None,
     *,
-    buffers: Sequence[str] = (),
     trained: Trained | None = None,
     names: Names | None = None,
     island: str | None = None,
@@ -252,7 +248,6 @@ def join(
             the run.
         optimizer: Its optimiser, or a list of them. Newcomers take its state from this island, and this island takes
             that of a peer. None keeps states apart.
-        buffers: The names of buffers that are merged too, as in `create`.
         trained: Which parameters are trained, as in `create`. The others must have the values of the run's.
         names: The names and layouts of the run where they are not those of the module: a table, or a function, from a
             parameter's name to the one in the run, or to a `Place`, which says whether the axes are swapped. `LLAMA` is
@@ -277,7 +272,7 @@ def join(
                 "Give an optimiser of PyTorch, or a list of them.",
                 code="loop.argument",
             )
-    return membership(Joining(url, name, model, several, buffers, trained, names, island, wait_seconds, evaluate))
+    return membership(Joining(url, name, model, several, trained, names, island, wait_seconds, evaluate))
 
 
 def membership(given: Joining, group: Any = None) -> TorchRun | Follower:

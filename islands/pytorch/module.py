@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,10 +23,10 @@ MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ModuleParameters:
     """The tensors of a module that are merged, which are changed in place.
 
-    Parameters of float32, bfloat16 and float16 that are trained are merged, in float32, and so are the buffers that are
-    named. The other parameters are frozen, and the other buffers stay the island's own. A parameter that several layers
-    share is one tensor under its first name, and is trained if `trained` finds any of its names. Where the run has
-    other names than the module, all names here are those of the run.
+    Parameters of float32, bfloat16 and float16 that are trained are merged, in float32. The other parameters are
+    frozen. Buffers stay the island's own. A parameter that several layers share is one tensor under its first name, and
+    is trained if `trained` finds any of its names. Where the run has other names than the module, all names here are
+    those of the run.
 
     Attributes:
         tensors: The merged tensors by name.
@@ -35,49 +35,32 @@ class ModuleParameters:
         pieces: How each tensor is split over processes, by name.
     """
 
-    def __init__(
-        self, model: Any, buffers: Sequence[str] = (), trained: Trained | None = None, names: Names | None = None
-    ) -> None:
+    def __init__(self, model: Any, trained: Trained | None = None, names: Names | None = None) -> None:
         """Find the tensors.
 
         Args:
             model: A `torch.nn.Module`. One in `DistributedDataParallel`, from `torch.compile`, or with checkpointed
                 activations, has the names of the module inside.
-            buffers, trained, names: As in `archipelago.pytorch.create`.
+            trained, names: As in `archipelago.pytorch.create`.
 
         Raises:
             ConfigError: A parameter is on another device than the first (`loop.sharded`), has no values yet
                 (`loop.meta`), is spread over processes in a way that cannot be gathered (`loop.sharded`), or has a
-                dtype that is not merged (`loop.dtype`); there is nothing to train (`loop.nothing`), no such buffer
-                (`loop.argument`), `trained` cannot be read (`loop.argument`), or `names` does not fit the module
-                (`loop.names`).
+                dtype that is not merged (`loop.dtype`); there is nothing to train (`loop.nothing`), `trained` cannot be
+                read (`loop.argument`), or `names` does not fit the module (`loop.names`).
         """
         self._model, _ = unwrapped(model)
         mesh = mesh_of(self._model)
         self._names = names
-        self._buffers = frozenset(buffers)
         self._is_trained = None if trained is None else trained_by(trained)
         self._shared: dict[int, list[str]] = {}  # all names of each tensor
-        for name, tensor in named_tensors(self._model, all_names=True):
+        for name, tensor in named_parameters(self._model, all_names=True):
             self._shared.setdefault(id(tensor), []).append(place_of(names, name).name)
         found = self._all()
-        unknown = [buffers] if isinstance(buffers, str) else [name for name in buffers if name not in found]
-        if unknown:
-            raise ConfigError(
-                f"`buffers` names {unknown[0]!r}, which is no buffer of the model",
-                f"Its buffers are {', '.join(list(dict(self._model.named_buffers()))[:8])}."
-                if dict(self._model.named_buffers())
-                else "It has no buffers: leave `buffers` out.",
-                code="loop.argument",
-            )
         self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
         if not self.tensors:
             raise nothing_trained(trained, list(found), "Unfreeze what is trained: it requires gradients.")
-        self.frozen = {
-            name: tensor
-            for name, tensor in found.items()
-            if isinstance(tensor, torch.nn.Parameter) and name not in self.tensors and tensor.numel()
-        }
+        self.frozen = {name: one for name, one in found.items() if name not in self.tensors and one.numel()}
         for name, tensor in self.frozen.items():
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise ConfigError(
@@ -85,7 +68,7 @@ class ModuleParameters:
                     "Convert it to a dense tensor, or keep it in a buffer.",
                     code="loop.dtype",
                 )
-        places = [place_of(names, name) for name, _ in named_tensors(self._model)]
+        places = [place_of(names, name) for name, _ in named_parameters(self._model)]
         self.transposed = frozenset(place.name for place in places if place.transposed)
         for name in self.transposed:
             if found[name].dim() != 2:
@@ -104,18 +87,13 @@ class ModuleParameters:
         self.pieces = {name: TensorPieces.of(name, view, mesh) for name, view in self.views().items()}
 
     def _is_merged(self, name: str, tensor: Any) -> bool:
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        if not (is_parameter or name in self._buffers):
-            return False
         if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ConfigError(
                 f"the parameter {name!r} has no values yet: it is on the meta device, or its layer is lazy",
                 "Make the values first: `model.to_empty(device=…)` and its initialisation, or one forward pass.",
                 code="loop.meta",
             )
-        if name not in self._buffers and not self._chooses(tensor):
-            return False
-        if not tensor.numel():
+        if not (self._chooses(tensor) and tensor.numel()):
             return False
         if tensor.dtype not in MERGED_DTYPES or tensor.layout != torch.strided:
             raise ConfigError(
@@ -142,12 +120,12 @@ class ModuleParameters:
         return tuple(Tensor(name, tuple(view.shape), kind_of(name)) for name, view in views.items())
 
     def _all(self) -> dict[str, Any]:
-        """Return every parameter and buffer of the module by its name in the run."""
+        """Return every parameter of the module by its name in the run."""
         found: dict[str, Any] = {}
-        for name, tensor in named_tensors(self._model):
+        for name, tensor in named_parameters(self._model):
             renamed = place_of(self._names, name).name
             if renamed in found:
-                raise misnamed(f"gives two tensors the name {renamed!r}, one of which is {name!r} in the model")
+                raise misnamed(f"gives two parameters the name {renamed!r}, one of which is {name!r} in the model")
             found[renamed] = tensor
         return found
 
@@ -274,10 +252,9 @@ def unwrapped(model: Any) -> tuple[Any, Any]:
         model = model.module
 
 
-def named_tensors(model: Any, *, all_names: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield every parameter and buffer once, under the first of its names; or once for each name of it."""
-    once = not all_names
-    for name, tensor in (*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)):
+def named_parameters(model: Any, *, all_names: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield every parameter once, under the first of its names; or once for each name of it."""
+    for name, parameter in model.named_parameters(remove_duplicate=not all_names):
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
-        yield name, tensor
+        yield name, parameter

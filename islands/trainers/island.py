@@ -43,7 +43,6 @@ class TrainerIsland:
         *,
         tokens: int | None = None,
         island: str | None = None,
-        buffers: Sequence[str] = (),
         trained: Trained | None = None,
         names: Names | None = None,
         wait_seconds: float = 30.0,
@@ -59,7 +58,7 @@ class TrainerIsland:
             tokens: The tokens of one step of this island. None counts as the trainer does, most often examples. All
                 islands of a run must count the same unit.
             final_seconds: How long to wait at the end until the last rounds of the run are merged.
-            island, buffers, trained, names, wait_seconds: As in `archipelago.pytorch.join`.
+            island, trained, names, wait_seconds: As in `archipelago.pytorch.join`.
             **settings: The other arguments of `archipelago.pytorch.create`, such as `sync`.
 
         Raises:
@@ -69,9 +68,7 @@ class TrainerIsland:
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ConfigError(f"`steps` cannot be {steps!r}", "Give a length such as 20_000.", code="config.value")
         self._url, self._name, self.length, self.tokens = url, name, steps, tokens
-        self._shared: dict[str, Any] = {
-            "buffers": buffers, "trained": trained, "names": names, "wait_seconds": wait_seconds
-        }  # fmt: skip
+        self._shared: dict[str, Any] = {"trained": trained, "names": names, "wait_seconds": wait_seconds}
         self._island, self._settings, self._final_seconds = island, settings, final_seconds
         # A misspelt setting is an error here, and not when training begins.
         inspect.signature(create).bind(url, name, None, steps=steps, **self._shared, **settings)

@@ -59,16 +59,13 @@ class Published:
     def _filling_module(self, model: Any, names: Names | None) -> Fill:
         import torch
 
-        from archipelago.islands.models.llama import place_of
         from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
         from archipelago.islands.pytorch.pieces import mesh_of
 
         inner, _ = unwrapped(model)
         if mesh_of(inner) is not None:
             raise _spread()
-        wanted = {tensor.name for tensor in self.tensors}
-        buffers = [name for name, _ in inner.named_buffers() if place_of(names, name).name in wanted]
-        parameters = self._chosen(lambda trained: ModuleParameters(model, buffers, trained, names))
+        parameters = self._chosen(lambda trained: ModuleParameters(model, trained, names))
         frozen = parameters.frozen_values()
         self._require_same(parameters.manifest_tensors(lambda name: "rest"), frozen)
 

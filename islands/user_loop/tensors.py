@@ -83,8 +83,8 @@ def require_equal_tensors(
     said = "; ".join(found[:NAMED_MAX]) + (f"; and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else "")
     raise MismatchError(
         "tensors", len(run), len(own),
-        "Give the model of the run, with the `buffers` and `trained` that `create` got: all its islands train the "
-        "same. For another model, create another run.",
+        "Give the model of the run, with the `trained` that `create` got: all its islands train the same. For another "
+        "model, create another run.",
         code="loop.other-tensors",
         what=f"these parameters are not those of {whose}: {said}",
     )  # fmt: skip

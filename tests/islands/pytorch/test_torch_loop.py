@@ -33,19 +33,6 @@ def test_parameters_keep_their_identity_and_buffers_stay() -> None:
     assert island.model[1].running_mean.tolist() == [7.0] * 4
 
 
-def test_named_buffers_are_merged() -> None:
-    run = TorchRun(buffers=("1.running_mean",))
-    island = run.island()
-    for _ in range(12):
-        island.model[1].running_mean += 0.5
-        island.turn()
-    assert run.merged()["1.running_mean"].min() > 1.0
-    assert "1.running_var" not in run.merged()
-    for wrong in (["1.nothing"], "1.running_mean"):
-        with failing(ConfigError, "loop.argument"):
-            ModuleParameters(module(), wrong)
-
-
 def test_names_are_those_of_the_module_inside_of_wrappers() -> None:
     checkpointed = module()
     apply_activation_checkpointing(checkpointed)

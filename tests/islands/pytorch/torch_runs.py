@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,8 @@ class TorchIsland(LoopIsland):
 
     parameters: ModuleParameters
 
-    def __init__(self, run: TorchRun, name: str, model: Any, buffers: Sequence[str]) -> None:
-        self.model, parameters = model, ModuleParameters(model, buffers)
+    def __init__(self, run: TorchRun, name: str, model: Any) -> None:
+        self.model, parameters = model, ModuleParameters(model)
         replica = TorchReplica(run.manifest, parameters.device)
         super().__init__(run, name, parameters, replica, lambda vectors: replica.begin(parameters.named(), vectors))
 
@@ -66,13 +65,12 @@ class TorchIsland(LoopIsland):
 class TorchRun(LoopRun):
     """A run of islands that train modules."""
 
-    def __init__(self, model: Any = None, config: RunConfig = CONFIG, buffers: Sequence[str] = ()) -> None:
-        self._buffers = buffers
-        parameters = ModuleParameters(module() if model is None else model, buffers)
+    def __init__(self, model: Any = None, config: RunConfig = CONFIG) -> None:
+        parameters = ModuleParameters(module() if model is None else model)
         super().__init__(parameters.manifest_tensors(kinds_by("^0")), values_of(parameters), config)
 
     def island(self, name: str = "a", model: Any = None) -> TorchIsland:
-        return TorchIsland(self, name, module() if model is None else model, self._buffers)
+        return TorchIsland(self, name, module() if model is None else model)
 
 
 class ModuleScript(Script):
