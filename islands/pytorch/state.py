@@ -119,33 +119,36 @@ class OptimizerState:
             for optimizer in fresh:
                 optimizer.state.clear()
 
-    def _found(self) -> Iterator[StateEntry]:
+    def _values(self) -> Iterator[tuple[Any, Any, Any, str, str, Any]]:
+        """Yield each value that belongs to a parameter: its optimiser, group, parameter and name, and the value's key.
+
+        An optimiser may keep other values in its state, such as a count of steps. These stay the island's own.
+        """
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for number, parameter in enumerate(group["params"]):
-                    state = optimizer.state.get(parameter, {})
                     name = self._names.get(id(parameter), str(number))
-                    for key, value in sorted(state.items()):
-                        if value is None:
-                            continue
-                        if not (torch.is_tensor(value) or isinstance(value, int | float)):
-                            raise TypeError(f"{key!r} is a {type(value).__name__}, not a tensor or a number")
-                        device = value.device if torch.is_tensor(value) else None
-                        if torch.is_tensor(value):
-                            value = torch.empty_like(value, device="meta")
-                        yield StateEntry(group, optimizer, parameter, name, key, value, device)
+                    for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                        if value is not None:
+                            yield optimizer, group, parameter, name, key, value
+
+    def _found(self) -> Iterator[StateEntry]:
+        for optimizer, group, parameter, name, key, value in self._values():
+            if not (torch.is_tensor(value) or isinstance(value, int | float)):
+                raise TypeError(f"{key!r} is a {type(value).__name__}, not a tensor or a number")
+            device = value.device if torch.is_tensor(value) else None
+            example = torch.empty_like(value, device="meta") if torch.is_tensor(value) else value
+            yield StateEntry(group, optimizer, parameter, name, key, example, device)
 
     def still_travels(self) -> bool:
         """Return whether the state has the layout that it had at first. Otherwise no peer could use it from now on."""
         known = {(id(e.states), id(e.parameter), e.key): _layout(e.example) for e in self.entries}
-        for optimizer in self._optimizers if self.can_travel else ():
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    was = known.get((id(optimizer.state), id(parameter), key), "missing")
-                    if value is not None and _layout(value) != was and self.can_travel:
-                        now = f"{key!r} was {was}, and is {_layout(value)}"
-                        log.warning("this optimiser's state is no longer given to newcomers: %s", now)
-                        self.can_travel = False
+        for optimizer, _, parameter, _, key, value in self._values() if self.can_travel else ():
+            was = known.get((id(optimizer.state), id(parameter), key), "missing")
+            if _layout(value) != was and self.can_travel:
+                now = f"{key!r} was {was}, and is {_layout(value)}"
+                log.warning("this optimiser's state is no longer given to newcomers: %s", now)
+                self.can_travel = False
         return self.can_travel
 
     @property

@@ -201,6 +201,12 @@ def test_state_that_a_script_has_loaded_is_given() -> None:
     assert state.copies() is not None
 
 
+def test_state_that_belongs_to_no_parameter_stays_the_islands_own() -> None:
+    _, optimizer, state = stepped("AdamW", 2)
+    optimizer.state["steps"] = 2
+    assert stepped("AdamW", 0)[2].decode(*handover(state))
+
+
 def test_the_state_of_another_optimiser_is_refused() -> None:
     about, payload = handover(stepped("AdamW", 2)[2])
     with failing(WireError, "handover.shape"):
