@@ -133,7 +133,8 @@ def frozen_changed(name: str) -> ConfigError:
     """Return the error (`loop.frozen-changed`) for a frozen tensor that the script has changed."""
     return ConfigError(
         f"the frozen tensor {name!r} has changed since `join`, so this island trains another model than its peers",
-        "Leave it out of the optimiser, because weight decay changes tensors without gradients too, and load weights "
-        "before `join`. Start the script again.",
+        "Choose what changes by `trained=` in `create` and `join`, also layers that are unfrozen later, or keep a copy "
+        "such as a teacher outside of the model that joins. Leave frozen tensors out of the optimiser, because weight "
+        "decay changes them too. Load weights before `join`.",
         code="loop.frozen-changed",
     )

@@ -16,7 +16,7 @@ from archipelago.islands.user_loop.parameters import frozen_values
 from archipelago.islands.user_loop.tree import TreeLayout
 from tests import pytorch
 from tests.failing import failing
-from tests.islands.user_loop.any_framework import served
+from tests.islands.user_loop.any_framework import merged_by, served
 
 torch = pytorch.required()
 
@@ -105,6 +105,17 @@ def test_a_frozen_parameter_that_changes_is_an_error(made: str, write: Any) -> N
         while write is counted_write:
             run.sync()
     assert "1.weight" in caught.value.what
+    assert "trained=" in caught.value.remedy
+
+
+def test_what_the_script_updates_without_gradients_can_be_chosen() -> None:
+    url, model = f"fakeredis://{uuid.uuid4().hex}", adapted()
+    archipelago.pytorch.create(url, "own", model, trained=r"^[12]\.", sync=SYNC, steps=1000)
+    with served(url) as merger, archipelago.pytorch.join(url, "own", model, trained=r"^[12]\.") as run:
+        while merger.state.closed < 4:
+            counted_write(model[1].weight)
+            run.sync()
+        assert merged_by(merger)["1.weight"].max() < module()[1].weight.min()
 
 
 def test_frozen_tensors_of_all_dtypes_are_added_up() -> None:
