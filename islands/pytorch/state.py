@@ -105,18 +105,20 @@ class OptimizerState:
     def rehearse(self) -> None:
         """Find out which state the optimisers keep. Call this before the run's parameters are placed.
 
-        Gradients and all options of the optimisers are afterwards as they were.
+        Gradients, and all options and attributes of the optimisers, are afterwards as they were.
         """
-        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
+        fresh = [(optimizer, dict(vars(optimizer))) for optimizer in self._optimizers if not optimizer.state]
         try:
-            for optimizer in fresh:
+            for optimizer, _ in fresh:
                 _step_without_gradients(optimizer)
             self.entries = tuple(self._found())
             self.can_travel = bool(self.entries) and bool(self.digest.size)
         except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
             log.warning("this optimiser's state is not shared with peers: %s: %s", type(error).__name__, error)
         finally:
-            for optimizer in fresh:
+            for optimizer, attributes in fresh:
+                vars(optimizer).clear()
+                vars(optimizer).update(attributes)
                 optimizer.state.clear()
 
     def _values(self) -> Iterator[tuple[Any, Any, Any, str, str, Any]]:

@@ -168,6 +168,30 @@ def test_a_rehearsal_restores_all_options_of_an_optimiser() -> None:
     assert (float(group["estimate"]), group["history"], group["lr"]) == (1.0, [], 0.1)
 
 
+class Lazy(torch.optim.SGD):  # type: ignore[name-defined, misc]
+    """An optimiser that makes its state in its first step, which it notes on itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        if not hasattr(self, "has_begun"):
+            self.has_begun, self.state = True, {parameter: {"steps": 0} for parameter in parameters}
+        for parameter in parameters:
+            self.state[parameter]["steps"] += 1
+
+
+def test_a_rehearsal_is_not_the_first_step_of_an_optimiser() -> None:
+    model = module()
+    optimizer = Lazy(model.parameters(), lr=0.1)
+    states, groups = optimizer.state, optimizer.param_groups
+    state = OptimizerState([optimizer], dict(model.named_parameters()))
+    state.rehearse()
+    assert state.can_travel
+    assert optimizer.state is states == {}
+    assert optimizer.param_groups is groups
+    optimizer.step()
+    assert [each["steps"] for each in optimizer.state.values()] == [1] * 6
+
+
 def test_a_rehearsal_that_fails_keeps_gradients_and_gives_no_state() -> None:
     model = module()
     for parameter in model.parameters():
