@@ -15,6 +15,8 @@ from archipelago.islands.trainers.island import TrainerIsland, follow_clock, ref
 
 #: Strategies that keep the parameters in a form that is not merged.
 REFUSED = ("DeepSpeedStrategy", "FSDPStrategy", "XLAFSDPStrategy")
+#: Callbacks that replace the parameters when training ends, and those that inherit from them.
+REPLACING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
 class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optional
@@ -50,6 +52,12 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
                 'Use DDP, or FSDP2: `ModelParallelStrategy` with `fully_shard` on its mesh "data_parallel".',
             )
         require_one(trainer.callbacks, ArchipelagoCallback)
+        for each in trainer.callbacks:
+            if not REPLACING.isdisjoint(kind.__name__ for kind in type(each).__mro__):
+                raise refused(
+                    f"{type(each).__name__} would replace the run's parameters by this island's own averages",
+                    "Leave it out.",
+                )
         self._ends_with_run = stage == "fit" and self.island.ends_with_run(trainer.max_steps)
         if self._ends_with_run:
             trainer.fit_loop.max_epochs = -1

@@ -165,6 +165,10 @@ def test_bad_input_is_one_error_with_a_code(url: str) -> None:
     with failing(ConfigError, "trainer.option"):
         strategy = type("DeepSpeedStrategy", (lightning.pytorch.strategies.SingleDeviceStrategy,), {})(device="cpu")
         trainer(callback, strategy=strategy).fit(lightning_module(), loader())
+    for name, options in (("EMAWeightAveraging", {}), ("StochasticWeightAveraging", {"swa_lrs": 0.1})):
+        averaging = getattr(lightning.pytorch.callbacks, name)(**options)
+        with failing(ConfigError, "trainer.option"):
+            trainer(averaging, callback).fit(lightning_module(), loader())
 
 
 def test_examples_that_cannot_be_counted_are_given(url: str) -> None:
