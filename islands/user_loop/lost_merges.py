@@ -23,17 +23,6 @@ NEARER = 4.0
 LOST_MIN = 3
 #: It stops to look after this many merges.
 LOOKS_MAX = 100
-#: What it says of a loop that drops the merged parameters.
-DROPPED = (
-    "this loop seems to train on without the parameters that `sync` returns, and so without what the run has merged. "
-    "Write `params = run.sync(params, …)`"
-)
-#: What it says of a loop whose parameters are merged in place.
-OVERWRITTEN = (
-    "this optimiser seems to write copies of its own over the parameters (master weights), so the island loses what "
-    "the run has merged. Train in float32 with `torch.autocast`, or copy the parameters into its state after each "
-    "`sync`"
-)
 
 
 class LostMergeCheck:
@@ -75,4 +64,16 @@ class LostMergeCheck:
             self._lost = 0
         if self._lost == LOST_MIN:
             self._left = 0
-            log.warning(OVERWRITTEN if self._in_place else DROPPED, extra={"code": "loop.not-adopted"})
+            if self._in_place:
+                log.warning(
+                    "this optimiser seems to write copies of its own over the parameters (master weights), so the "
+                    "island loses what the run has merged. Train in float32 with `torch.autocast`, or copy the "
+                    "parameters into its state after each `sync`",
+                    extra={"code": "loop.overwritten"},
+                )
+            else:
+                log.warning(
+                    "this loop seems to train on without the parameters that `sync` returns, and so without what the "
+                    "run has merged. Write `params = run.sync(params, …)`",
+                    extra={"code": "loop.not-adopted"},
+                )

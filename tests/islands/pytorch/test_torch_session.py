@@ -277,7 +277,7 @@ def test_an_optimiser_that_undoes_merges_is_told_once(
                 parameter.grad = torch.ones_like(parameter)
             stepping.step()
             run.sync()
-    assert [getattr(record, "code", "") for record in caplog.records].count("loop.not-adopted") == warnings
+    assert [getattr(record, "code", "") for record in caplog.records].count("loop.overwritten") == warnings
 
 
 def test_the_state_of_another_optimiser_is_refused() -> None:
