@@ -144,9 +144,10 @@ class Receiver:
     def _watch(self) -> None:
         """Look how long the run is, and whether it is over."""
         reader = self._transport.reader
-        if reader.uid() not in (None, self.manifest.uid):
+        if (uid := reader.uid()) not in (None, self.manifest.uid):
             require_same_run(reader, self.manifest)
-        self._steps = run_steps(self.manifest.config, reader.control(), self._steps)
+        if uid is not None:  # a Redis without the run has no requests either
+            self._steps = run_steps(self.manifest.config, reader.control(), self._steps)
         for channel in self._channels:
             channel.inbox.run_steps = self._steps
         is_done = max(channel.inbox.step for channel in self._channels) >= self._steps

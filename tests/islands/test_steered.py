@@ -11,6 +11,7 @@ from archipelago.broker.control import STEPS
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
 from archipelago.broker.messages import Note
 from archipelago.islands.sync.leaving import leave_cleanly
+from archipelago.islands.sync.listener import Receiver
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.harness import tiny
@@ -104,6 +105,21 @@ def test_a_finished_run_that_is_extended_goes_on() -> None:
     for value, steps in (("", 4), ("many", 4), ("0", 4), ("1e3", 4), ("9" * 60, 4)):
         steered(run, island, {STEPS: value})
         assert island.link.heartbeats.run_steps == steps, "an invalid length changes nothing"
+
+
+def test_an_extended_run_keeps_its_length_when_its_redis_comes_back_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun(tiny.manifest(config=replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=4))))
+    island, receiver = run.island(), Receiver(run.connect(), run.manifest, run.clock)
+    steered(run, island, {STEPS: "9"})
+    receiver.pumps.run_once()
+    client, reader = island.link.transport.island, receiver._transport.reader
+    looks = client.look_around
+    monkeypatch.setattr(client, "look_around", lambda *args: looks(*args)._replace(uid=None, requests={}))
+    monkeypatch.setattr(reader, "uid", lambda: None)
+    monkeypatch.setattr(reader, "control", dict)
+    run.play(island, 5)
+    receiver.pumps.run_once()
+    assert (island.link.heartbeats.run_steps, island.finished, receiver._steps) == (9, False, 9)
 
 
 def test_an_extended_run_has_the_learning_rate_of_a_run_of_that_length() -> None:

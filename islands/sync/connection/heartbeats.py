@@ -239,7 +239,7 @@ class Heartbeats:
             return
         self._served[0] = self._transport.island.heartbeat(beat)
         self._uplink.answered(self._clock() - began)
-        if found.requests != self._requests:
+        if found.uid is not None and found.requests != self._requests:  # a Redis without the run has no requests either
             self._set_run_steps(found.requests)
         self.serving.heard(is_served=any(self._served), is_over=self._is_over)
         request = found.requests.get(self._own_field, "")
