@@ -74,7 +74,8 @@ class MergerFolder:
     @property
     def place(self) -> str:
         """The folder, and the bucket if there is one, in words."""
-        return f"{self.path} and {self.bucket}" if self.bucket else f"{self.path}"
+        path = self.path.absolute()
+        return f"{path} and {self.bucket}" if self.bucket else f"{path}"
 
     def fetch(self) -> None:
         """Download the bucket's newest checkpoint if it is newer than those on disk, and sound. Raises BucketError."""
@@ -261,21 +262,27 @@ class MergerFolder:
         return manifest
 
     def lost(self, error: UnknownRunError, transport: RedisTransport) -> UnknownRunError:
-        """Return the error of a merger whose Redis has lost the run, with what its folder can restore.
+        """Return the error of a merger whose Redis has lost the run, with what its folder or bucket can restore.
 
         If islands live, it is left in Redis for all who look for the run.
         """
         if error.code != UnknownRunError.code:
             return error
-        path, numbers = self.path.absolute(), self.store.numbers()
+        places, unread = {number: f"{self.path.absolute()}" for number in self.store.numbers()}, ""
+        try:
+            places = {**dict.fromkeys(self._numbers(), f"{self.bucket}"), **places}
+        except BucketError as fault:
+            unread = f" {self.bucket} may hold more, but could not be read: {fault.what}."
         code, remedy = "broker.lost", (
-            f"{path} holds no checkpoint of it, so only `archipelago init` can begin it, from new weights."
+            f"No checkpoint of it was found in {self.place}; start the merger that wrote its checkpoints with "
+            "--resume, or create the run again."
         )  # fmt: skip
-        if numbers:
+        if places:
             code, remedy = "broker.resumable", (
                 f"Start its merger, or the `archipelago up` that ran it, again with --resume: it continues from "
-                f"checkpoint {numbers[-1]} in {path}. Islands that still run go on from there."
+                f"checkpoint {max(places)} in {places[max(places)]}. Islands that still run go on from there."
             )  # fmt: skip
+        remedy += unread
         with suppress(BrokerError):
             if any(presence.is_live for presence in transport.reader.presences()):
                 tell_refusal(transport, f"this Redis has lost it. {remedy}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -26,6 +27,7 @@ from archipelago.ops.launch.init import InitOptions
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import RunView
 from tests import samples
+from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
 from tests.harness import tiny
 from tests.harness.merger_run import take_checkpoint
@@ -85,10 +87,32 @@ def lost(tmp_path: Path) -> LostRun:
     return LostRun(tmp_path / "merger")
 
 
+def test_a_checkpoint_in_the_bucket_is_named_and_a_bucket_that_is_away_does_not_hide_the_loss(
+    lost: LostRun, tmp_path: Path, bucket: BucketFolder
+) -> None:
+    def away(request: str, path: str) -> None:
+        raise ConnectionError("503")
+
+    with pytest.raises(UnknownRunError) as raised:
+        lost.merger.acquire()
+    bucket.child("checkpoints").write("100.json", b"{}")
+    here, other = MergerFolder(lost.folder.path, bucket=bucket), MergerFolder(tmp_path / "other", bucket=bucket)
+    for folder in (here, other):
+        found = folder.lost(raised.value, lost.redis)
+        assert (found.code, f"checkpoint 100 in {bucket}." in found.remedy) == ("broker.resumable", True)
+        assert found.remedy in refusal(lost.redis.reader)
+    FaultyFileSystem.fault = staticmethod(away)
+    for folder, code in ((here, "broker.resumable"), (other, "broker.lost")):
+        found = folder.lost(raised.value, lost.redis)
+        assert (found.code, f"{bucket} may hold" in found.remedy, "503" in found.remedy) == (code, True, True)
+        assert found.remedy in refusal(lost.redis.reader)
+
+
 def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp_path: Path) -> None:
     with pytest.raises(UnknownRunError) as raised:
         lost.merger.acquire()
-    assert MergerFolder(tmp_path / "other").lost(raised.value, lost.redis).code == "broker.lost"
+    nowhere = MergerFolder(tmp_path / "other").lost(raised.value, lost.redis)
+    assert (nowhere.code, str(tmp_path / "other") in nowhere.remedy) == ("broker.lost", True)
     found = lost.folder.lost(raised.value, lost.redis)
     assert found.code == "broker.resumable"
     assert str(tmp_path / "merger") in found.remedy
