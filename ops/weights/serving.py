@@ -54,11 +54,14 @@ def main(options: ServeWeightsOptions) -> int:
         _require_own(options.folder, listener.manifest)
         for version in listener:
             target = options.folder / f"{PREFIX}{version.round:06d}"
-            if not target.exists():  # an earlier process has written it
-                origin = ITS_REDIS
-                found = RunParameters(listener.manifest, version.params, version.round, version.step, origin)
-                write(found, target, options.dtype)
+            found = RunParameters(listener.manifest, version.params, version.round, version.step, ITS_REDIS)
+            new, old = stage_of(target), stage_of(target)
+            write(found, new, options.dtype)
+            if target.exists():  # of an earlier process, or of a round that the run has lost
+                target.rename(old)
+            new.rename(target)
             publish(target, options.keep)
+            shutil.rmtree(old, ignore_errors=True)
             if options.json:
                 print_json({"round": version.round, "step": version.step, "folder": str(target)})
             else:

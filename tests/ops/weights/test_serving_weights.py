@@ -6,6 +6,7 @@ import json
 import shutil
 import uuid
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -14,13 +15,14 @@ from safetensors.numpy import load_file
 import archipelago
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.sync import listener
+from archipelago.islands.sync.listener import Version
 from archipelago.ops.commands import run as command
 from archipelago.ops.weights import serving
 from tests.conftest import Until
 from tests.failing import failing
 from tests.islands.user_loop.any_framework import merged_by, served
 from tests.islands.user_loop.conftest import SYNC
-from tests.islands.user_loop.own_runs import TreeScript, tree
+from tests.islands.user_loop.own_runs import OwnRun, TreeScript, tree
 
 
 def names(folder: Path) -> list[str]:
@@ -43,6 +45,34 @@ def test_versions_of_rounds_that_the_run_has_lost_are_deleted(tmp_path: Path) ->
         serving.publish(target, keep=3)
         assert (tmp_path / "latest").resolve() == target and target.is_dir()
     assert names(tmp_path) == ["latest", "weight_v000008"]
+
+
+class Followed(list[Version]):
+    """What `follow` returns for a run that publishes these versions."""
+
+    def __init__(self, run: OwnRun, *versions: Version) -> None:
+        super().__init__(versions)
+        self.manifest = run.manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_round_of_the_same_number_replaces_that_of_the_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = OwnRun()
+    values = run.merged()
+    for by in (0.0, 1.0):  # it went back to an earlier round, with or without a new start of this process
+        version = Version(8, 40, {name: each + by for name, each in values.items()})
+        monkeypatch.setattr(serving, "follow", lambda *args, found=version, **kwargs: Followed(run, found))
+        assert serving.main(serving.ServeWeightsOptions(tmp_path, dtype="float32")) == 0
+        found = load_file(tmp_path / "latest" / "model.safetensors")
+        assert all(np.array_equal(found[name], each) for name, each in version.params.items())
+        assert names(tmp_path) == ["latest", "weight_v000008"]
 
 
 @pytest.mark.full
