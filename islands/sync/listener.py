@@ -71,9 +71,10 @@ class Cycles:
                 del self._building[number]
 
     def forget(self, p: int) -> None:
-        """Forget what is not complete of a fragment, because the run went back."""
+        """Forget a fragment, and the whole version of which it was a part, because the run went back."""
         with self._lock:
             self._newest.pop(p, None)
+            self._whole = ()
             for cycle in self._building.values():
                 cycle.pop(p, None)
 
@@ -95,13 +96,14 @@ class Receiver:
 
     Attributes:
         changed: Notified when something has arrived, or failed.
+        forgotten: How often a fragment was forgotten, because the run went back.
         is_over: Whether the run is finished, and everything that it merged has arrived.
     """
 
     def __init__(self, transport: Transport, manifest: Manifest, clock: Callable[[], float] = time.monotonic) -> None:
         self._primary, self.manifest, self._transport = transport, manifest, whole(transport, manifest)
         self.changed, self.uplink, self.is_over = threading.Condition(), Uplink(), False
-        self._steps = manifest.config.inner.steps
+        self.forgotten, self._steps = 0, manifest.config.inner.steps
         self._joined: set[int] = set()
         self._channels = [self._channel(shard, each, clock) for shard, each in enumerate(shards_of(self._transport))]
         pumps = [
@@ -114,7 +116,12 @@ class Receiver:
         of_shard = self.manifest.of_shard(shard)
         outbox = Outbox(transport, of_shard.config.wire, self.uplink, clock, self.changed, [])
         inbox, cycles = Inbox(transport, of_shard, outbox, self.uplink, clock), Cycles(of_shard.own_fragments)
-        inbox.downloads.built, inbox.forgotten = cycles.add, cycles.forget
+
+        def forget(p: int) -> None:
+            cycles.forget(p)
+            self.forgotten += 1  # last, so that no listener takes what is being forgotten for news
+
+        inbox.downloads.built, inbox.forgotten = cycles.add, forget
         return _Channel(inbox, cycles)
 
     def arrivals(self, *, consistent: bool) -> list[Arrival]:
@@ -178,7 +185,7 @@ class Listener:
                 Otherwise each new version of a fragment makes one. The last version of a finished run has all rounds.
         """
         self._receiver, self._fill, self._consistent = receiver, fill, consistent
-        self._rounds = -1
+        self._order = (0, -1)
         self.close = weakref.finalize(self, receiver.stop)
 
     def newest(self) -> Version | None:
@@ -190,12 +197,12 @@ class Listener:
         """
         if self._receiver.pumps.failure is not None:
             raise self._receiver.pumps.failure
-        found, rounds = self._found()
-        if rounds <= self._rounds:  # a run that went back may be at an earlier one
+        found, order = self._found()
+        if order <= self._order:
             return None
-        self._rounds = rounds
+        self._order = order
         named = self._receiver.manifest.named([arrival.params_N for arrival in found])
-        return Version(rounds, max(arrival.snapshot.step for arrival in found), self._fill(named))
+        return Version(order[1], max(arrival.snapshot.step for arrival in found), self._fill(named))
 
     def __iter__(self) -> Iterator[Version]:
         return self
@@ -212,14 +219,15 @@ class Listener:
             with self._receiver.changed:
                 self._receiver.changed.wait_for(self._has_news, BLOCK_SECONDS)
 
-    def _found(self) -> tuple[list[Arrival], int]:
-        """Return the newest arrivals, and how many rounds they hold; -1 before the first ones."""
+    def _found(self) -> tuple[list[Arrival], tuple[int, int]]:
+        """Return the newest arrivals, and what grows with each version: `Receiver.forgotten`, and their rounds."""
+        forgotten = self._receiver.forgotten
         found = self._receiver.arrivals(consistent=self._consistent and not self._receiver.is_over)
-        return found, sum(arrival.snapshot.version for arrival in found) if found else -1
+        return found, (forgotten, sum(arrival.snapshot.version for arrival in found)) if found else (0, -1)
 
     def _has_news(self) -> bool:
         receiver = self._receiver
-        return receiver.is_over or receiver.pumps.failure is not None or self._found()[1] > self._rounds
+        return receiver.is_over or receiver.pumps.failure is not None or self._found()[1] > self._order
 
     @property
     def manifest(self) -> Manifest:

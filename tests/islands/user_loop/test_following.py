@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from dataclasses import replace
@@ -43,6 +44,12 @@ class FollowedRun:
             self.after[closed] = self.run.merged()
             self.island.train()
         self.after[closed] = self.run.merged()
+
+    def answers_from(self, instance: str) -> None:
+        """Let this server answer from now on, and a new merger serve the run there."""
+        self.run.broker.instance = instance
+        self.run.clock.now += 60.0
+        self.run.merger = self.run.new_merger()
 
     def receiver(self) -> Receiver:
         return Receiver(self.run.connect(), self.run.manifest, self.run.clock)
@@ -115,15 +122,38 @@ def test_a_run_that_goes_back_gives_no_version_twice() -> None:
     cycles = Cycles([0, 1])
     for p, version in ((0, 1), (1, 1), (0, 2)):
         cycles.add(arrival(p, version, 1.0))
+    assert [each.snapshot.version for each in cycles.arrivals(consistent=True)] == [1, 1]
     cycles.forget(0)  # its version 2 was lost
-    assert cycles.arrivals(consistent=False) == ()
     cycles.add(arrival(1, 2, 2.0))
-    assert [each.snapshot.version for each in cycles.arrivals(consistent=True)] == [1, 1], "another version 2 follows"
+    for consistent in (False, True):
+        assert cycles.arrivals(consistent=consistent) == (), "another version 2 follows"
     cycles.add(arrival(0, 2, 2.0))
     assert [float(each.params_N[0]) for each in cycles.arrivals(consistent=True)] == [2.0, 2.0]
     for version in range(3, 20):  # fragment 1 cannot be read
         cycles.add(arrival(0, version, 1.0))
     assert len(cycles._building) == CYCLES_KEPT
+
+
+@pytest.mark.parametrize("consistent", [True, False])
+def test_a_run_that_goes_back_is_followed_at_once(consistent: bool) -> None:
+    run = FollowedRun()
+    run.answers_from("a server")
+    receiver = run.receiver()
+    following = listener_of(receiver, consistent=consistent)
+    run.train(4)
+    stored = vars(run.run.broker.runs[run.run.manifest.run])
+    checkpoint = copy.deepcopy(stored)
+    run.train(4)
+    lost = look(receiver, following)
+    assert lost is not None and lost.round == 8
+    stored.update(checkpoint)
+    run.answers_from("another server")
+    for number in (4, 6, 8):
+        version = look(receiver, following)
+        assert version is not None and version.round == number
+        assert_same(version.params, run.after[number])
+        assert look(receiver, following) is None, "a version is returned once"
+        run.train(2)
 
 
 # -- in the form that the caller uses ---------------------------------------------------------------------------------
