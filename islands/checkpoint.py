@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from archipelago.broker.buckets.folder import BucketFolder
+from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.files import FILE_FAULTS, in_words, remedy, write_atomically
 from archipelago.broker.manifest import Manifest
@@ -57,7 +57,7 @@ class IslandStore:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def save(self, own: OwnState) -> None:
-        """Write the state. A failure is logged, and training continues."""
+        """Write the state, and copy it to the bucket. A failure is logged, and training continues."""
         state, totals = own
         try:
             handover, payload = encode(state, state.who)
@@ -66,12 +66,19 @@ class IslandStore:
             write_atomically(self.path, [json.dumps(about).encode() + b"\n", payload])
             if self._bucket is not None:
                 self._bucket.upload({FILE: self.path})
+        except BucketError as error:
+            self._tell(f"no copy in the bucket, training continues: {error}", error.code)
         except FILE_FAULTS as error:
-            trouble = f"no checkpoint in {self.path.parent}, training continues: {in_words(error)}. {remedy(error)}"
-            log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, "%s", trouble)
-            self._trouble = trouble
+            self._tell(f"no checkpoint in {self.path.parent}, training continues: {in_words(error)}. {remedy(error)}")
         else:
+            if self._trouble.startswith("bucket."):
+                log.info("the bucket works again: %s", self._bucket, extra={"code": "bucket.recovered"})
             self._trouble = ""
+
+    def _tell(self, trouble: str, code: str = "") -> None:
+        """Log once why the state is not written or, with the code of a bucket's error, not copied."""
+        is_told, self._trouble = self._trouble == (code or trouble), code or trouble
+        log.log(logging.DEBUG if is_told else logging.WARNING, "%s", trouble, extra={"code": code})
 
     def on_marker(self, island: Participant) -> None:
         """Write the state in the background, unless the last one is still being written."""
