@@ -39,6 +39,8 @@ NOTE_MAX = 500
 REFUSED = "refused"
 #: The kind of the note of a merger whose checkpoints fail.
 UNSAVED = "unsaved"
+#: The kinds of the notes of a merger whose checkpoints are not copied to the bucket, and are copied again.
+UNCOPIED, COPIED = "uncopied", "bucket"
 #: The longest name of an entry, in characters.
 ENTRY_MAX = 128
 
@@ -317,8 +319,8 @@ class Note:
         unix_seconds: The wall clock of the process that wrote the note.
         who: An island's name, or `merger`.
         kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
-            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`, `checkpoint`, `bucket`
-            UNSAVED while its checkpoints fail or, when it does not serve the run, REFUSED.
+            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`, `checkpoint`, COPIED,
+            UNSAVED while its checkpoints fail, UNCOPIED while copies of them do or, while it does not serve, REFUSED.
         text: At most NOTE_MAX characters.
     """
 

@@ -257,7 +257,7 @@ class Checkpointer:
     def news(self) -> list[tuple[str, str]]:
         """Return what operators should read, once: the kind of each note and its text."""
         own, self._news = self._news, []
-        return own + [("bucket", text) for text in (self.copier.news() if self.copier else ())]
+        return own + (self.copier.news() if self.copier else [])
 
     def close(self) -> None:
         """Wait for the copy of the last checkpoint, for some time."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketError
+from archipelago.broker.messages import COPIED, UNCOPIED
 
 #: The pauses between two tries, in seconds: the first, and the longest.
 RETRY_SECONDS, RETRY_SECONDS_MAX = 5.0, 300.0
@@ -48,7 +49,7 @@ class Copier:
         #: Why the last try failed; empty if it did not.
         self.trouble = ""
         self._failures = 0
-        self._news: deque[str] = deque()
+        self._news: deque[tuple[str, str]] = deque()
         self._waiting: int | None = None  # the checkpoint that waits, and the one on its way
         self._moving: int | None = None
         self._lock = threading.Lock()  # over both
@@ -86,8 +87,8 @@ class Copier:
             log.warning(what, self._waiting, self.bundles.folder, extra={"code": "bucket.behind"})
         return self._waiting is None
 
-    def news(self) -> list[str]:
-        """Return what operators should read, once: that the bucket fails, and that it works again."""
+    def news(self) -> list[tuple[str, str]]:
+        """Return notes for operators, once: that the bucket fails (UNCOPIED), and that it works again (COPIED)."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def turn(self) -> float:
@@ -170,7 +171,7 @@ class Copier:
         elif error:
             code = getattr(error, "code", BucketError.code)
             log.warning("no copy in the bucket, training continues: %s", error, extra={"code": code})
-            self._news.append(f"checkpoints stay on the disk only: {error}")
+            self._news.append((UNCOPIED, f"checkpoints stay on the disk only: {error}"))
         elif before:
             log.info("the bucket works again: %s", self.bundles.folder, extra={"code": "bucket.recovered"})
-            self._news.append(f"copied again: the bucket {self.bundles.folder} works")
+            self._news.append((COPIED, f"copied again: the bucket {self.bundles.folder} works"))

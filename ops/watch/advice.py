@@ -298,6 +298,11 @@ def rising(losses: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _checkpoint_problems(view: RunView) -> Iterator[Problem]:
+    if view.uncopied:
+        yield Problem(
+            "bucket.behind", "warn", "merger", f"{view.uncopied[:1].upper()}{view.uncopied[1:]}",
+            "The merger tries again by itself. Until then, only its disk has the newer checkpoints.",
+        )  # fmt: skip
     if view.unsaved:
         yield Problem(
             "checkpoint.failed", "bad", "merger", f"{view.unsaved[:1].upper()}{view.unsaved[1:]}",

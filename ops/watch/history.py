@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from archipelago.broker.messages import UNSAVED, Note, Refusal, TapeEntry
+from archipelago.broker.messages import UNCOPIED, UNSAVED, Note, Refusal, TapeEntry
 from archipelago.broker.shards.layout import Layout
 
 #: The newest rounds, which say who participates.
@@ -269,6 +269,7 @@ _REMEDIES = {
     "idle": "Look at these islands' logs: they live and send nothing. Restart or expel them.",
     "paused": "Resume merging with `archipelago steer merging=`.",
     UNSAVED: "Do what it says; the merger tries again by itself.",
+    UNCOPIED: "Do what it says; the merger tries again by itself.",
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
 }  # fmt: skip
 

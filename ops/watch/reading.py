@@ -20,7 +20,17 @@ from typing import Any
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import UNSAVED, Counters, Evaluation, Note, Refusal, RoundMember, TapeEntry
+from archipelago.broker.messages import (
+    COPIED,
+    UNCOPIED,
+    UNSAVED,
+    Counters,
+    Evaluation,
+    Note,
+    Refusal,
+    RoundMember,
+    TapeEntry,
+)
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import count_in, merged_tokens, parsed_state, summed
 from archipelago.broker.shards.transport import opened, shards_away, whole
@@ -72,10 +82,22 @@ def observe(
         merger=status,
         refused="" if status.holders else refusal(reader, notes=notes),
         unsaved=refusal(reader, UNSAVED, ("served", "checkpoint"), notes),
+        uncopied=_uncopied(notes),
         standbys=tuple(reader.standbys()),
         refusals=tuple(refusals_of(reader) if refusals is None else refusals),
         unreadable=tuple(reader.unreadable()),
     )
+
+
+def _uncopied(notes: Sequence[Note]) -> str:
+    """Return why a merger does not copy its checkpoints to the bucket; empty if all do, each shard's for itself."""
+    failing: list[str] = []
+    for note in (note for note in notes if note.who == "merger"):
+        if note.kind == UNCOPIED:
+            failing.append(note.text)
+        elif note.kind in (COPIED, "served"):  # a new merger says again what fails
+            del failing[: 1 if note.kind == COPIED else None]
+    return failing[-1] if failing else ""
 
 
 def up_command(folder: Path, run: str) -> str:

@@ -63,6 +63,7 @@ class RunView:
         merger: The merger that holds the lease, and the time since the last round closed.
         refused: Why the last merger refused to serve the run, while none serves it.
         unsaved: Why the last merger writes no checkpoints, while they fail.
+        uncopied: Why a merger does not copy its checkpoints to the bucket, while that fails.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
         covered: The last round in a finished checkpoint; 0 if there is none.
         tape: The recent rounds, oldest first, as the evaluations are.
@@ -109,6 +110,7 @@ class RunView:
     standbys: tuple[Standby, ...] = ()
     refused: str = ""
     unsaved: str = ""
+    uncopied: str = ""
     control: Control = field(default_factory=Control, hash=False)
     refusals: tuple[tuple[float, Refusal], ...] = ()
     refused_by_code: Mapping[str, int] = field(default_factory=dict, hash=False)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from archipelago.broker.config import OWN_MODEL, ModelConfig
-from archipelago.broker.messages import Counters, Evaluation, RoundMember, TapeEntry
+from archipelago.broker.messages import COPIED, UNCOPIED, Counters, Evaluation, Note, RoundMember, TapeEntry
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.transport import Memory
 from archipelago.ops.watch.advice import problems
@@ -154,6 +154,25 @@ def test_observing_reads_what_is_there_or_takes_what_was_read() -> None:
     old = [replace(newest, round=0, members=()) for _ in range(RECENT_ROUNDS)]
     (island,) = observe(transport, MANIFEST, [*old, newest], []).islands
     assert island.participation == pytest.approx(1 / RECENT_ROUNDS), "only the recent rounds count"
+
+
+def test_copies_to_a_bucket_fail_until_the_mergers_of_all_shards_say_that_it_works() -> None:
+    transport = samples.merged_one_of_three(EVALUATIONS[0])
+    served, works = ("served", "epoch 2"), (COPIED, "copied again")
+    fails, other = ((UNCOPIED, f"checkpoints stay on the disk only: {why}") for why in ("503", "denied"))
+    for notes, expected in (
+        ((served, fails), fails),
+        ((served, fails, works), None),
+        ((served, fails, other, works), other),
+        ((served, fails, other, works, works), None),
+        ((served, fails, served), None),
+        ((served, fails, served, fails), fails),
+        ((served, works, fails), fails),
+    ):
+        said = [Note(0.0, "merger", kind, text) for kind, text in notes]
+        view = observe(transport, MANIFEST, notes=[*said, Note(0.0, "a", COPIED, "an island's")])
+        assert view.uncopied == (expected[1] if expected else ""), notes
+        assert ("bucket.behind" in {each.code for each in problems(view)}) == bool(expected)
 
 
 def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
