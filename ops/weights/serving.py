@@ -95,9 +95,11 @@ def _require_own(folder: Path, manifest: Manifest) -> None:
     """Raise ConfigError (`export.exists`) if the folder has versions of another run."""
     for path in _versions(folder)[-1:]:
         own = read_config(path).get(OWN_KIND)
-        if not isinstance(own, dict) or (own.get("run"), own.get("uid")) != (manifest.run, manifest.uid):
+        held = own if isinstance(own, dict) else {}
+        if (held.get("run"), held.get("uid")) != (manifest.run, manifest.uid):
+            which = "an earlier run" if held.get("run") == manifest.run else "another run than"
             raise ConfigError(
-                f"{os.fspath(path)} has weights of another run than {manifest.run!r}",
+                f"{os.fspath(folder)} has weights of {which} {manifest.run!r}",
                 "Name another folder, or delete it.",
                 code="export.exists",
             )

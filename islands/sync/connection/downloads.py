@@ -211,8 +211,8 @@ def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
         return
     if is_other:
         raise ConfigError(
-            f"another run has taken the name {manifest.run!r}: it was created again while this island trained",
-            "This island leaves, because its weights are not those of that run. Start it again to join the run of that "
+            f"another run has taken the name {manifest.run!r}: it was created again",
+            "This process ends, because its weights are not those of that run. Start it again for the run of that "
             "name. `archipelago merger --resume` puts an earlier one back, from its checkpoints, if nothing was merged "
             "in the new one.",
             code="island.other-run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -73,6 +74,10 @@ def test_a_round_of_the_same_number_replaces_that_of_the_lost_one(
         found = load_file(tmp_path / "latest" / "model.safetensors")
         assert all(np.array_equal(found[name], each) for name, each in version.params.items())
         assert names(tmp_path) == ["latest", "weight_v000008"]
+    run.manifest = replace(run.manifest, uid="2" * 32)  # it was created again
+    with failing(ConfigError, "export.exists") as raised:
+        serving.main(serving.ServeWeightsOptions(tmp_path))
+    assert f"{tmp_path} has weights of an earlier run 'own'" in raised.value.what, "the folder is to be deleted"
 
 
 @pytest.mark.full
