@@ -28,7 +28,8 @@ PREFIX, LATEST = "weight_v", "latest"
 class ServeWeightsOptions:
     """Keep a folder with the newest parameters of a run while it trains, one folder of safetensors for each version.
 
-    The link `latest` leads to the newest one. Each folder appears whole. The number in its name is the run's round.
+    The link `latest` leads to the newest one. Each folder appears whole. The number in its name says how many rounds
+    are merged in it. In a run with one shard, that is the number of the last one. A write that fails ends this process.
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
