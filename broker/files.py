@@ -117,7 +117,7 @@ def stage_of(path: Path) -> Path:
 
 
 def _delete_left(stage: Path) -> None:
-    """Delete staged files and folders beside a new one that killed processes have left there.
+    """Delete staged files, folders and links beside a new one that killed processes have left there.
 
     An optimiser's state is as large as the model. Ages are differences between times that the file system wrote: the
     clock of this machine may be wrong.
@@ -126,8 +126,9 @@ def _delete_left(stage: Path) -> None:
         now, others = stage.stat().st_mtime, [*stage.parent.iterdir()]
         for path in others:
             with suppress(OSError):
-                if _STAGED.fullmatch(path.name) and now - path.stat().st_mtime > LEFT_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                found = path.lstat()  # a link is deleted, not what it leads to
+                if _STAGED.fullmatch(path.name) and now - found.st_mtime > LEFT_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True) if stat.S_ISDIR(found.st_mode) else path.unlink()
 
 
 def make_untracked(folder: Path) -> None:

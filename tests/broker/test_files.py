@@ -65,19 +65,24 @@ def test_a_staged_folder_appears_completely_or_not_at_all(tmp_path: Path) -> Non
 
 
 def test_the_next_write_deletes_what_killed_processes_have_left(tmp_path: Path) -> None:
-    names = folder, file, young, mine = [f".12.staged-{end}" for end in ("0123abcd", "0123abce", "0123abcf", "notes")]
+    ends = "0123abcd", "0123abce", "0123abcf", "0123abd0", "0123abd1", "notes"
+    folder, link, broken, file, young, mine = (f".12.staged-{end}" for end in ends)
+    (tmp_path / "version").mkdir()
     for writes in (
         lambda: write_atomically(tmp_path / "new", b""),
         lambda: staged_folder(tmp_path / "out").__enter__(),
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "content").touch()
-        for name in names[1:]:
+        (tmp_path / link).symlink_to("version")
+        (tmp_path / broken).symlink_to("deleted")
+        for name in (file, young, mine):
             (tmp_path / name).touch()
-        for name in (folder, file, mine):
-            os.utime(tmp_path / name, (0.0, time.time() - LEFT_SECONDS - 60.0))
+        for name in (folder, link, broken, file, mine):
+            os.utime(tmp_path / name, (0.0, time.time() - LEFT_SECONDS - 60.0), follow_symlinks=False)
         writes()
-        assert {folder, file, young, mine} & {path.name for path in tmp_path.iterdir()} == {young, mine}
+        left = {path.name for path in tmp_path.iterdir()}
+        assert {folder, link, broken, file, young, mine, "version"} & left == {young, mine, "version"}
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
