@@ -39,7 +39,7 @@ class MergerOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     """Serve a run: merge what the islands send. It runs on the CPU.
 
     A second merger stands by, is listed in `status`, and takes over when the first one ends. Mergers end with status 0
-    when the run is finished: all steps are made, its islands have left, and a checkpoint holds everything.
+    when the run is finished: all steps are made, no island is live, and a checkpoint holds everything.
     """
 
     folder: Path | None = None
@@ -155,7 +155,7 @@ def main(options: MergerOptions) -> int:
     closed = max(merger.state.closed for merger in mergers)
     if is_finished:
         step = max(merger.state.step for merger in mergers)
-        text = "the run is finished: all %s steps are made, its islands have left, and everything is merged"
+        text = "the run is finished: all %s steps are made, no island is live, and everything is merged"
         log.info(text, f"{step:,}", extra={"round": closed})
         log.info("each fragment had %.1f syncs", syncs := closed / len(manifest.fragments))
         warn_of_few_syncs(log, syncs)

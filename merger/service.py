@@ -213,7 +213,7 @@ class Merger:
         return closed
 
     def _is_finished(self) -> bool:
-        """Return whether the run has made all its steps, its islands have left, and nothing waits to be merged."""
+        """Return whether the run has made all its steps, no island is live, and nothing waits to be merged."""
         is_done = self.state.closed > 0 and self.state.step >= self.controls.next_config.inner.steps
         return is_done and not self._has_islands and self.transport.reader.backlog() == 0
 
