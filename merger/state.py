@@ -23,7 +23,7 @@ from archipelago.merger.weights import Norms, RunningMean
 #: How many islands have an account. Those that were silent longest are forgotten first.
 ACCOUNTS_MAX = 1024
 #: How many incarnations of islands are remembered. Those that were silent longest are forgotten first. Each commit
-#: takes some 15 µs for each of them.
+#: takes some 10 µs for each of them.
 INCARNATIONS_MAX = 1024
 #: How many incarnations of one island are remembered, so that one island cannot make the merger forget the others.
 INCARNATIONS_OF_AN_ISLAND = 64
