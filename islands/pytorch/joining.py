@@ -20,11 +20,10 @@ from archipelago.islands.models.llama import Names
 from archipelago.islands.pytorch.host import HostCopy, device_name
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.pieces import mesh_of
-from archipelago.islands.pytorch.replica import TorchReplica, piece_copy
+from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.schedule import ScheduleWatch
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.user_loop.held_out import Evaluate
-from archipelago.islands.user_loop.lost_merges import LostMergeCheck
 from archipelago.islands.user_loop.new_run import create_run, settings
 from archipelago.islands.user_loop.session import Session
 from archipelago.islands.user_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
@@ -124,7 +123,6 @@ class TorchRun(Session):
         self._parameters, self._state = given.parts()
         self._llama_config = _own_config(given.model) if given.names is llama.from_llama else None
         self._gives_state = self._state is not None
-        self._merges = LostMergeCheck(in_place=True)
         self._schedule = ScheduleWatch(given.optimizers[0]) if given.optimizers else None
 
     def __enter__(self) -> Self:
@@ -153,11 +151,6 @@ class TorchRun(Session):
 
     # -- what PyTorch adds to a session -------------------------------------------------------------------------------
 
-    def _turn(self, steps: Any, tokens: Any, loss: Any) -> None:
-        if (name := self._merges.waits_for) is not None:
-            self._merges.look(piece_copy(self._parameters.named()[name]))
-        super()._turn(steps, tokens, loss)
-
     def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
         return self._parameters.manifest_tensors(lambda name: "rest")
 
@@ -169,7 +162,6 @@ class TorchRun(Session):
             llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.note_frozen()
         self._replica = replica = self._new_replica(manifest)
-        replica.merges = self._merges
         self._rehearse()
         replica.begin(self._parameters.named(), vectors)
         return replica

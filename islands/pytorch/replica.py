@@ -21,7 +21,6 @@ from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import own_piece
 from archipelago.islands.sync.adoption import RULES
 from archipelago.islands.team.protocol import Work
-from archipelago.islands.user_loop.lost_merges import LostMergeCheck
 
 #: The tensors of one fragment with their offsets in its vector.
 Rows = tuple[tuple[Tensor, int], ...]
@@ -39,8 +38,6 @@ class TorchReplica:
         self.codec = manifest.config.wire.up
         self.device = device
         self.references: list[Any] = []
-        #: Notes what is adopted, for the process that looks at it.
-        self.merges: LostMergeCheck | None = None
         self._copies = CopyStream(device) if copies is None and device.type == "cuda" else copies
 
     def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
@@ -69,9 +66,7 @@ class TorchReplica:
 
     def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
         """Adopt a fragment's snapshot by the run's rule, in place, and return the parameters."""
-        rows, merges = self.layout[fragment], self.merges
-        noted = None if merges is None else merges.choose({tensor.name: tensor.size for tensor, _ in rows})
-        before = None if noted is None else piece_copy(params[noted])
+        rows = self.layout[fragment]
         with torch.no_grad():
             own_N, reference_N = self.rule.adopt(
                 self._placed(fragment, new_N), _flatten(rows, params), self.references[fragment]
@@ -80,8 +75,6 @@ class TorchReplica:
             if any(params[tensor.name].dtype != torch.float32 for tensor, _ in rows):
                 reference_N = reference_N + (_flatten(rows, params) - own_N)
         self.references[fragment] = reference_N
-        if merges is not None and noted is not None:
-            merges.note(noted, before, piece_copy(params[noted]))
         return params
 
     # -- where a fragment lives ---------------------------------------------------------------------------------------
@@ -96,11 +89,6 @@ class TorchReplica:
         """Return the codec's parts of a fragment's outer gradient, and what the merger will read."""
         parts = chosen.quantise(delta_N)
         return parts, chosen.restore(parts, delta_N.shape[0])
-
-
-def piece_copy(tensor: Any) -> HostCopy:
-    """Return a copy of what this process holds of a tensor, float32."""
-    return HostCopy(own_piece(tensor).detach().to(torch.float32, copy=True))
 
 
 def _flatten(rows: Rows, params: Tensors) -> Any:

@@ -7,20 +7,18 @@ import subprocess
 import sys
 import uuid
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import archipelago
-from archipelago import MergeConfig, SyncConfig
+from archipelago import SyncConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.wire import digest
 from archipelago.islands.sync import recovery
 from tests import pytorch
 from tests.failing import failing
-from tests.islands.user_loop.any_framework import served
 
 torch = pytorch.required()
 
@@ -28,7 +26,6 @@ from archipelago.islands.pytorch.state import OptimizerState  # noqa: E402 - it 
 from tests.islands.pytorch.torch_runs import as_float32, module  # noqa: E402
 
 SYNC = SyncConfig(interval=4, fragments=2)
-MERGE = MergeConfig(embedding="average", rest="average")  # the merger compiles less for these
 KINDS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
@@ -232,52 +229,6 @@ def test_state_that_belongs_to_no_parameter_stays_the_islands_own() -> None:
     _, optimizer, state = stepped("AdamW", 2)
     optimizer.state["steps"] = 2
     assert stepped("AdamW", 0)[2].decode(*handover(state))
-
-
-class Copying(torch.optim.SGD):  # type: ignore[name-defined, misc]
-    """An optimiser that updates copies of the parameters, as those with master weights do."""
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            kept = self.state[parameter].setdefault("kept", parameter.clone())
-            kept -= self.param_groups[0]["lr"] * parameter.grad
-            parameter.copy_(kept)
-
-
-class Lookahead(torch.optim.SGD):  # type: ignore[name-defined, misc]
-    """An optimiser that goes back a part of the way to copies of the parameters now and then."""
-
-    steps = 0
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.steps += 1
-        for parameter in self.param_groups[0]["params"]:
-            slow = self.state[parameter].setdefault("slow", parameter.clone())
-            if self.steps % 6 == 0:
-                parameter.copy_(slow.lerp_(parameter, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "warnings"),
-    [(Copying, 1), (Lookahead, 0), (torch.optim.AdamW, 0), (partial(torch.optim.SGD, momentum=0.9), 0)],
-)
-def test_an_optimiser_that_undoes_merges_is_told_once(
-    optimizer: Any, warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    url, model = f"fakeredis://{uuid.uuid4().hex}", module()
-    archipelago.pytorch.create(url, "own", model, sync=SYNC, merge=MERGE, steps=1000)
-    stepping = optimizer(model.parameters(), lr=0.01)
-    joined = archipelago.pytorch.join(url, "own", model, stepping, island="a")
-    with served(url) as merger, joined as run:
-        while merger.state.closed < 16:
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            stepping.step()
-            run.sync()
-    assert [getattr(record, "code", "") for record in caplog.records].count("loop.overwritten") == warnings
 
 
 def test_the_state_of_another_optimiser_is_refused() -> None:

@@ -23,7 +23,7 @@ def merges(caplog: pytest.LogCaptureFixture, *, assigns: bool, step: float, back
     tree = {"large": jnp.zeros((300, 300)), "small": jnp.zeros(40)}
     parameters = TreeParameters(tree)
     parameters.start(tree)
-    for _ in range(6):
+    for _ in range(8):
         parameters.offer(tree)
         merged = {name: leaf + random.standard_normal(leaf.shape) for name, leaf in parameters.named().items()}
         parameters.replace(merged)
@@ -46,6 +46,19 @@ def test_others_are_not(assigns: bool, step: float, caplog: pytest.LogCaptureFix
 
 def test_steps_that_lead_back_from_a_merge_are_not_taken_for_lost_ones(caplog: pytest.LogCaptureFixture) -> None:
     assert merges(caplog, assigns=True, step=0.01, back=0.7) == []
+
+
+def test_a_merge_that_takes_one_step_back_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    tree = {"a": jnp.zeros(40)}
+    parameters = TreeParameters(tree)
+    parameters.start(tree)
+    for turn in range(20):
+        parameters.offer(tree)
+        if turn % 2:
+            parameters.replace({"a": parameters.named()["a"] - 1.0})
+        tree = {"a": parameters.tree["a"] + 1.0}
+    assert caplog.records == []
 
 
 def test_a_leaf_that_is_not_there_is_an_error_of_the_tree() -> None:
