@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 from dataclasses import dataclass
@@ -58,9 +59,12 @@ def main(options: ServeWeightsOptions) -> int:
             found = RunParameters(listener.manifest, version.params, version.round, version.step, ITS_REDIS)
             new, old = stage_of(target), stage_of(target)
             write(found, new, options.dtype)
-            if target.exists():  # of an earlier process, or of a round that the run has lost
-                target.rename(old)
-            new.rename(target)
+            if target.exists() and _is_same(new, target):  # an earlier process has written it, and a reader may use it
+                shutil.rmtree(new)
+            else:
+                if target.exists():  # of a round that the run has lost
+                    target.rename(old)
+                new.rename(target)
             publish(target, options.keep)
             shutil.rmtree(old, ignore_errors=True)
             if options.json:
@@ -84,6 +88,12 @@ def publish(target: Path, keep: int) -> None:
     for old in [each for each in versions if each not in kept]:
         hidden = old.rename(stage_of(old))  # deleted later if this process dies here
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Return whether two folders have the same files with the same bytes."""
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
+    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
 
 
 def _versions(folder: Path) -> list[Path]:

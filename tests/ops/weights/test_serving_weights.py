@@ -74,6 +74,9 @@ def test_a_round_of_the_same_number_replaces_that_of_the_lost_one(
         found = load_file(tmp_path / "latest" / "model.safetensors")
         assert all(np.array_equal(found[name], each) for name, each in version.params.items())
         assert names(tmp_path) == ["latest", "weight_v000008"]
+    before = (tmp_path / "latest").stat().st_ino
+    assert serving.main(serving.ServeWeightsOptions(tmp_path, dtype="float32")) == 0
+    assert (tmp_path / "latest").stat().st_ino == before, "a reader may be in it, and it is the same"
     run.manifest = replace(run.manifest, uid="2" * 32)  # it was created again
     with failing(ConfigError, "export.exists") as raised:
         serving.main(serving.ServeWeightsOptions(tmp_path))
