@@ -66,7 +66,8 @@ class Cycles:
             cycle[p] = arrival
             if len(cycle) == len(self._fragments):
                 self._whole = [cycle[each] for each in self._fragments]
-                self._building = {number: of for number, of in self._building.items() if number > version}
+                # This one stays: the run may lose a fragment of it, which comes again.
+                self._building = {number: of for number, of in self._building.items() if number >= version}
             for number in sorted(self._building)[:-CYCLES_KEPT]:
                 del self._building[number]
 

@@ -129,6 +129,10 @@ def test_a_run_that_goes_back_gives_no_version_twice() -> None:
         assert cycles.arrivals(consistent=consistent) == (), "another version 2 follows"
     cycles.add(arrival(0, 2, 2.0))
     assert [float(each.params_N[0]) for each in cycles.arrivals(consistent=True)] == [2.0, 2.0]
+    cycles.forget(1)  # it was lost after the version was whole
+    cycles.add(arrival(1, 1, 3.0))
+    cycles.add(arrival(1, 2, 3.0))
+    assert [float(each.params_N[0]) for each in cycles.arrivals(consistent=True)] == [2.0, 3.0]
     for version in range(3, 20):  # fragment 1 cannot be read
         cycles.add(arrival(0, version, 1.0))
     assert len(cycles._building) == CYCLES_KEPT
