@@ -105,6 +105,8 @@ class Checkpointer:
             with suppress(ConfigError):  # the next checkpoint reports it
                 newest = max(self.store.numbers(), default=None)
             self.copier.start(newest)
+        elif self.copier is not None:
+            self.copier.say_again()
         if self.following is not None:
             self.following.start()
         if self.leading is not None:

@@ -91,6 +91,11 @@ class Copier:
         """Return notes for operators, once: that the bucket fails (UNCOPIED), and that it works again (COPIED)."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
+    def say_again(self) -> None:
+        """Let the next news say that the bucket fails, if it does: a merger that serves anew ends what was said."""
+        if self.trouble:
+            self._news.append((UNCOPIED, f"checkpoints stay on the disk only: {self.trouble}"))
+
     def turn(self) -> float:
         """Try to copy what waits. Return the seconds until the next try; 0 if nothing failed."""
         with self._lock:
@@ -171,7 +176,7 @@ class Copier:
         elif error:
             code = getattr(error, "code", BucketError.code)
             log.warning("no copy in the bucket, training continues: %s", error, extra={"code": code})
-            self._news.append((UNCOPIED, f"checkpoints stay on the disk only: {error}"))
+            self.say_again()
         elif before:
             log.info("the bucket works again: %s", self.bundles.folder, extra={"code": "bucket.recovered"})
             self._news.append((COPIED, f"copied again: the bucket {self.bundles.folder} works"))

@@ -186,10 +186,13 @@ def test_a_failing_bucket_stops_only_restores(bucket: BucketFolder, tmp_path: Pa
     merger.turn(0.0)
     assert merger.state.covered == 6
     assert len(run.notes(UNCOPIED)) == 1  # it is named once
+    merger.load()
+    merger.turn(0.0)
+    assert [note.kind for note in run.transport.reader.notes(10)][-2:] == ["served", UNCOPIED], "it still fails"
     FaultyFileSystem.fault = staticmethod(no_fault)
     assert turn_of_copier(merger) == 0
     merger.turn(0.0)
-    assert (len(run.notes(UNCOPIED)), len(run.notes(COPIED))) == (1, 1)
+    assert (len(run.notes(UNCOPIED)), len(run.notes(COPIED))) == (2, 1)
     run.broker.runs.clear()
     FaultyFileSystem.fault = staticmethod(away)
     assert MergerFolder(tmp_path, bucket=bucket).missing_in_bucket() == MergerFolder(tmp_path).store.numbers()[-1]
