@@ -184,12 +184,14 @@ class Boards:
                 return self._boards[run]
             if self._open is None:
                 raise UnknownRunError(f"this page does not show the run {run!r}", f"Use `archipelago dash {run}`.")
-            if len(self._boards) >= BOARDS_MAX:
-                idlest = min(self._boards, key=lambda each: self._boards[each].asked_at)
-                if time.monotonic() - self._boards[idlest].asked_at < IDLE_SECONDS:
-                    raise UnknownRunError(f"this page shows {BOARDS_MAX} runs", f"Use `archipelago dash {run}`.")
+            idlest = min(self._boards, key=lambda each: self._boards[each].asked_at, default="")
+            is_full = len(self._boards) >= BOARDS_MAX
+            if is_full and time.monotonic() - self._boards[idlest].asked_at < IDLE_SECONDS:
+                raise UnknownRunError(f"this page shows {BOARDS_MAX} runs", f"Use `archipelago dash {run}`.")
+            board = Board(self._open(run))
+            if is_full:
                 self._boards.pop(idlest).stack.close()
-            return self._boards.setdefault(run, self._begin(Board(self._open(run))))
+            return self._boards.setdefault(run, self._begin(board))
 
     def _open_again(self, run: str, open_run: Open) -> None:
         """Look for a run at another address, since its board says that the Redis which it knows does not answer."""

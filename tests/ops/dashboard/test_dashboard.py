@@ -213,9 +213,18 @@ def test_other_runs_are_listed_and_opened_when_somebody_asks(watch: Watcher, clo
 def test_the_run_that_nobody_asked_for_the_longest_makes_room(transport: Away, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_data, "BOARDS_MAX", 2)
     monkeypatch.setattr(page_data, "IDLE_SECONDS", 0.0)
-    with Boards(None, tuple, lambda run: Watcher(transport)) as boards:
+
+    def opened(run: str) -> Watcher:
+        if run == "none":
+            raise UnknownRunError("there is no such run", "Name another.")
+        return Watcher(transport)
+
+    with Boards(None, tuple, opened) as boards:
         a, b = boards.of("a"), boards.of("b")
         assert boards.of("a") is a
+        with failing(UnknownRunError, "broker.unknown-run"):
+            boards.of("none")
+        assert (boards.of("b"), boards.of("a")) == (b, a), "a run that is not there closes none"
         c = boards.of("c")
         assert (boards.of("a"), boards.of("c")) == (a, c)
         assert boards.of("b") is not b, "it was closed, and is opened again"
