@@ -105,7 +105,7 @@ class OptimizerState:
     def rehearse(self) -> None:
         """Find out which state the optimisers keep. Call this before the run's parameters are placed.
 
-        Gradients, and all options and attributes of the optimisers, are afterwards as they were.
+        Gradients, options and attributes of the optimisers are afterwards as they were, but for what attributes hold.
         """
         fresh = [(optimizer, dict(vars(optimizer))) for optimizer in self._optimizers if not optimizer.state]
         try:
