@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from archipelago.broker.shards.reader import asked, on_a_thread
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, TensorPieces, own_piece
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.team.protocol import Team
 
+#: How much longer a process waits for the others than the first one, which names those that are missing.
+LATE_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +69,9 @@ class ProcessTeam(Team):
         return found
 
     def meet(self, seconds: float) -> None:
-        dist.monitored_barrier(self._messages, timedelta(seconds=seconds), wait_all_ranks=True)
+        # The barrier's own limit holds in the first process only. Another one may wait for half an hour.
+        barrier = partial(dist.monitored_barrier, self._messages, timedelta(seconds=seconds), wait_all_ranks=True)
+        asked(barrier, on_a_thread).result(seconds + LATE_SECONDS)
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         message = torch.from_numpy(data.copy())

@@ -89,7 +89,7 @@ class Team(ABC):
         """Return the bytes of the leader. The others give as many."""
 
     def meet(self, seconds: float) -> None:  # noqa: B027 - JAX has no such limit
-        """Wait until all processes call this, for so long, where a framework can limit it. Raises RuntimeError."""
+        """Wait until all processes call this, for so long, where a framework can limit it. Raises `scripts.GONE`."""
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 #: Makes the team, from the call that all processes make, in words.
 NewTeam = Callable[[str], Team]
 #: What a framework raises if another process is gone.
-GONE = (RuntimeError, ValueError)
+GONE = (RuntimeError, ValueError, TimeoutError)
 #: How long processes that call `final` wait for each other, if its timeout is not longer.
 MEETING_SECONDS = 10.0
 
