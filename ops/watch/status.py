@@ -160,7 +160,9 @@ def line(reading: RunReading | None, outage: Outage | None = None) -> str:
     if reading is None or outage:
         return state
     view = reading.view
-    held_out = f"held-out {number(view.held_out_last)}, " if view.evaluations else ""
+    held_out = ""
+    if view.evaluations:  # the newest may be of long ago: they take little of the device's time
+        held_out = f"held-out {number(view.held_out_last)} of round {view.evaluations[-1].round:,}, "
     joining = sum(island.live and island.state == "joining" for island in view.islands)
     loading = f", {joining} loading and compiling" if joining else ""
     return (

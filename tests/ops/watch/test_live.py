@@ -83,6 +83,12 @@ def test_it_fits_a_usual_terminal() -> None:
         assert "more, of which" in text or islands < 200, where
 
 
+def test_one_line_says_of_which_round_the_held_out_loss_is() -> None:
+    assert "held-out" not in status.line(reading())
+    known = replace(view(), evaluations=[Evaluation(3, 0, 0, NOW, 2.5)], held_out_last=2.5)
+    assert "round 70, step 1,000 of 2,000 · held-out 2.500 of round 3, training" in status.line(RunReading(known, NOW))
+
+
 def test_live_islands_and_events_are_shown() -> None:
     mixed = replace(reading(), view=view(50, live=2))
     mixed = replace(mixed, view=replace(mixed.view, islands=tuple(reversed(mixed.view.islands))))
