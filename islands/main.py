@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import tyro
-from pydantic import TypeAdapter
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import return_freed_memory
+from archipelago.broker.messages import adapter
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import guarded, stop_on_signals
 from archipelago.broker.shards.transport import whole
@@ -87,13 +87,14 @@ class Assignment:
 def assignment(line: bytes) -> Assignment:
     """Return the assignment in a line. Raises ConfigError for any other line."""
     try:
-        return TypeAdapter(Assignment).validate_python(json.loads(line))
+        found: Assignment = adapter(Assignment).validate_python(json.loads(line))
     except ValueError:  # also what pydantic raises
         raise ConfigError(
             f"A standby cannot read the line {line[:80].decode(errors='replace').strip()!r}",
             'Write one line such as {"arguments": ["--name", "oslo"], "environment": {}, "log": "oslo.log"}.',
             code="standby.assignment",
         ) from None
+    return found
 
 
 def stand_by(options: IslandOptions) -> int:

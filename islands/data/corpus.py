@@ -21,13 +21,14 @@ from typing import Annotated, Literal
 import numpy as np
 import platformdirs
 from annotated_types import Ge, Gt
-from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic import StringConstraints, ValidationError
 
 from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError, DataError, fault_in
 from archipelago.broker.files import require_local
 from archipelago.broker.manifest import Corpus
+from archipelago.broker.messages import adapter
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.redis.keys import checked_name, is_name
 from archipelago.islands.data.documents import Reading
@@ -129,11 +130,8 @@ class OpenCorpus(Card):
         return found
 
 
-_CARD = TypeAdapter(Card)
-
-
 def card_json(card: Card) -> bytes:
-    return _CARD.dump_json(card, indent=2, exclude_none=True)
+    return adapter(Card).dump_json(card, indent=2, exclude_none=True)
 
 
 def data_folder() -> Path:
@@ -203,7 +201,7 @@ def _read_card(folder: Path) -> Card:
     """Read `corpus.json`. Raises DataError (`data.damaged`) unless it describes the corpus of its folder."""
     try:
         with (folder / CARD_FILE).open("rb") as file:
-            card = _CARD.validate_json(file.read(CARD_BYTES_MAX))
+            card: Card = adapter(Card).validate_json(file.read(CARD_BYTES_MAX))
     except OSError as error:
         raise _damaged(folder, f"{CARD_FILE} cannot be read: {error.strerror}") from None
     except ValidationError as error:

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from archipelago.broker.errors import ConfigError, fault_in
+from archipelago.broker.messages import adapter
 from archipelago.ops.simulation.failures import Delays
 
 Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk"]
@@ -71,9 +72,6 @@ class Fault:
     def until(self) -> float:
         """The time at which it ends, in seconds after the start of the storm, rounded to microseconds."""
         return round(self.at + self.seconds, 6)
-
-
-_ADAPTER = TypeAdapter(Fault)
 
 
 def applies_to(kind: str, target: str) -> bool:
@@ -163,7 +161,7 @@ def from_text(text: str, targets: Sequence[str]) -> list[Fault]:
 def _from_line(line: str, targets: Sequence[str]) -> Fault:
     """Return the fault of one line. Raise ValueError if it is none."""
     try:
-        fault = _ADAPTER.validate_python(json.loads(line))
+        fault: Fault = adapter(Fault).validate_python(json.loads(line))
     except ValidationError as error:
         raise ValueError(fault_in(error)) from None
     if fault.target not in targets:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from archipelago.broker.config import OWN_MODEL
 from archipelago.broker.errors import DataError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.manifest import Tensor
+from archipelago.broker.messages import adapter
 from archipelago.broker.shards.transport import opened
 from archipelago.islands.models.llama import from_llama
 from archipelago.islands.sync.evaluator import newest_merged
@@ -74,7 +74,7 @@ def _of_files(path: Path, like: Any, names: Names | None) -> Any:
             f"the files in {path} hold a tensor of one name twice", "Name one file.", code="weights.damaged"
         )
     try:
-        frozen = TypeAdapter(tuple[FrozenTensor, ...]).validate_python(own.get("frozen", ()))
+        frozen = adapter(tuple[FrozenTensor, ...]).validate_python(own.get("frozen", ()))
     except ValueError as error:
         raise damaged(path, error) from None
 
