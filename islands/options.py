@@ -33,8 +33,8 @@ class IslandOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     restarts.
     """
     folder: Path | None = None
-    """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME. An island with a random name keeps
-    none without it, and no curves.
+    """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME. Without it, an
+    island with a random name keeps no checkpoints and no curves.
     """
     task: str | None = None
     """The task of the run, FILE.py:NAME, if it trains a task of its users (docs/guide/tasks.md)."""

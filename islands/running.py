@@ -130,11 +130,11 @@ class WorkerRun(Membership):
         if self._team is not None:
             self._team.agree()
             self._prepared.team = self._team
-        events = None
-        if options.folder or not is_random(options):  # else no later start would find them
+        events, has_random_name = None, is_random(options)
+        if options.folder or not has_random_name:  # else no later start would find them
             with suppress(OSError):  # An island trains without checkpoints where it cannot write.
                 make_untracked(folder)
-            bucket = None if is_random(options) else options.bucket_folder(manifest.run, "islands", name)
+            bucket = None if has_random_name else options.bucket_folder(manifest.run, "islands", name)
             self._store, events = IslandStore(folder, manifest, bucket), options.event_file(folder)
         self._curves = CurveWriter(events, lambda: point(self.worker))
 

@@ -135,8 +135,10 @@ def _five_digits(value: float) -> float:
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
 
-#: A page reads at most this many runs at once. One that nobody has asked for this long makes room for another.
-BOARDS_MAX, IDLE_SECONDS = 32, 10.0
+#: The most runs that a page reads at once.
+BOARDS_MAX = 32
+#: A run may make room for another one when nobody has asked for it for this long.
+IDLE_SECONDS = 10.0
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
 REOPEN_SECONDS = 5.0

@@ -216,14 +216,13 @@ def _token_accounts(
     its own: every account is the mean over the fragments. `settled` are each island's merged tokens, as far as they are
     remembered, of the time when `known_tokens` were merged in all fragments.
     """
-    beats = [presence.heartbeat for presence in presences]
     unsent = sum(presence.heartbeat.tokens_unsent for presence in presences if presence.is_live)
-    trained = sum(max(0, beat.tokens - settled.get(beat.island, 0)) for beat in beats)  # besides what was merged
+    unmerged = sum(max(0, each.heartbeat.tokens - settled.get(each.heartbeat.island, 0)) for each in presences)
     merged, refused, waiting = (
         tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, counters.pending_tokens)
     )
     newer = max(0, counters.merged_tokens - known_tokens) // fragments
-    rest = max(0, trained - newer - refused - waiting)
+    rest = max(0, unmerged - newer - refused - waiting)
     unsent = min(unsent, rest)
     return {
         "tokens_merged": merged,
