@@ -57,16 +57,9 @@ def main(options: ServeWeightsOptions) -> int:
         for version in listener:
             target = options.folder / f"{PREFIX}{version.round:06d}"
             found = RunParameters(listener.manifest, version.params, version.round, version.step, ITS_REDIS)
-            new, old = stage_of(target), stage_of(target)
-            write(found, new, options.dtype)
-            if target.exists() and _is_same(new, target):  # an earlier process has written it, and a reader may use it
-                shutil.rmtree(new)
-            else:
-                if target.exists():  # of a round that the run has lost
-                    target.rename(old)
-                new.rename(target)
+            write(found, new := stage_of(target), options.dtype)
+            _put(new, target)
             publish(target, options.keep)
-            shutil.rmtree(old, ignore_errors=True)
             if options.json:
                 print_json({"round": version.round, "step": version.step, "folder": str(target)})
             else:
@@ -88,6 +81,18 @@ def publish(target: Path, keep: int) -> None:
     for old in [each for each in versions if each not in kept]:
         hidden = old.rename(stage_of(old))  # deleted later if this process dies here
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _put(new: Path, target: Path) -> None:
+    """Let a new folder have this name. One that is there with the same bytes stays, because a reader may use it."""
+    if target.exists() and _is_same(new, target):
+        shutil.rmtree(new)
+        return
+    lost = stage_of(target)
+    if target.exists():  # of a round that the run has lost
+        target.rename(lost)
+    new.rename(target)
+    shutil.rmtree(lost, ignore_errors=True)
 
 
 def _is_same(one: Path, other: Path) -> bool:
