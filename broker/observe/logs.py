@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,6 +64,15 @@ class JsonLines(logging.Formatter):
 class _Lines(logging.Formatter):
     """One line for people. Messages may quote text that anyone has written, so they show no control characters."""
 
+    def __init__(self, who: str) -> None:
+        super().__init__(f"%(asctime)s {who} %(message)s")
+        self._day = time.localtime()[:3]
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the library's name
+        """Return the time of day, and before it the date if that is not the day on which the process began."""
+        at = time.localtime(record.created)
+        return time.strftime("%H:%M:%S" if at[:3] == self._day else "%b %d %H:%M:%S", at)
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
         shard = shard_of(record)
         record.message = (f"{SHARD_THREAD}{shard}: " if shard else "") + printable(record.message)
@@ -78,9 +88,8 @@ def shard_of(record: logging.LogRecord) -> str:
 def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str = "") -> Origin:
     """Log to standard error: time, who and message, or JSON objects. Return the origin, whose run may be set later."""
     origin = Origin(who, run, island)
-    people = _Lines(f"%(asctime)s {who} %(message)s", datefmt="%H:%M:%S")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(origin) if as_json else people)
+    handler.setFormatter(JsonLines(origin) if as_json else _Lines(who))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in LOGGERS:
         logging.getLogger(package).setLevel(logging.INFO)
@@ -109,7 +118,7 @@ def show_unless_set_up() -> None:
     if ours.handlers or ours.level or root.handlers:
         return
     handler = _AboveBars()
-    handler.setFormatter(_Lines("%(asctime)s archipelago %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Lines("archipelago"))
     handler.addFilter(lambda record: not root.handlers)
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)

@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,9 +81,18 @@ def test_a_record_is_one_object_with_its_fields(capsys: pytest.CaptureFixture[st
 def test_without_json_a_record_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     logs.log_to_stderr("merger", run="demo")
     logging.getLogger("archipelago.test").info("serving from round %s", 7, extra={"round": 7})
-    time, rest = capsys.readouterr().err.split(" ", 1)
-    assert datetime.strptime(time, "%H:%M:%S")
+    at, rest = capsys.readouterr().err.split(" ", 1)
+    assert datetime.strptime(at, "%H:%M:%S")
     assert rest == "merger serving from round 7\n"
+
+
+def test_lines_of_a_later_day_have_its_date(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.log_to_stderr("merger", run="demo")
+    record = logging.makeLogRecord({"name": "archipelago.test", "levelno": logging.INFO, "msg": "serving"})
+    record.created += 2 * 86400
+    logging.getLogger("archipelago.test").handle(record)
+    line = capsys.readouterr().err
+    assert line == time.strftime("%b %d %H:%M:%S merger serving\n", time.localtime(record.created))
 
 
 def test_a_final_error_has_the_requested_form(capsys: pytest.CaptureFixture[str]) -> None:
