@@ -159,7 +159,12 @@ class Participant:
         self.boundary()
 
     def count(self, steps: int, tokens: int, loss: Any) -> None:
-        """Count steps of the loop, as the first half of `turn`. While the schedule is held, its clock stands still."""
+        """Count steps of the loop, as the first half of `turn`. While the schedule is held, its clock stands still.
+
+        Steps after the end of the run, as of a loop that looks at `finished` only after its first step, do not count.
+        """
+        if self.finished and not self.ledger.farewells():
+            return
         self.ledger.stepped(steps, tokens, is_held=self.is_held)
         self.unserved_steps = self.unserved_steps + steps if self.link.heartbeats.serving.is_served is False else 0
         self.totals.steps += steps

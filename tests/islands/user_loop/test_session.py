@@ -29,7 +29,7 @@ from archipelago.islands.sync.script import CALL_STEPS_MAX
 from archipelago.islands.user_loop import new_run
 from tests.conftest import Until
 from tests.failing import failing
-from tests.islands.user_loop.any_framework import Framework, served
+from tests.islands.user_loop.any_framework import Framework, merged_by, served
 from tests.islands.user_loop.conftest import SYNC
 from tests.islands.user_loop.own_runs import trained, tree
 
@@ -246,6 +246,21 @@ def test_only_the_newest_parameters_are_kept(made: str) -> None:
 
 
 # -- how a session ends ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_loop_does_after_the_end_of_its_run_changes_nothing(framework: Framework, url: str) -> None:
+    framework.create(url, "own", framework.model(), sync=SYNC, steps=8)
+    with served(url, linger_seconds=0.3) as merger, framework.join(url) as script:
+        while not script.session.finished:
+            script.train()
+    published, merged = counters_of(url).published, merged_by(merger)
+    with framework.join(url) as late:
+        late.train()  # as a trainer, which looks at `finished` after its first step
+        late.session.final(timeout=5.0)
+    assert counters_of(url).published == published
+    assert (late.session.step, late.session.reason) == (8, "completed")
+    for name, value in late.values().items():
+        np.testing.assert_array_equal(value, merged[name])
 
 
 def test_an_island_stays_until_the_last_contributions_of_the_run_are_merged(
