@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from archipelago.broker.codecs import Vector
 from archipelago.broker.control import IN_WORDS, run_steps
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport, refusal
-from archipelago.islands.sync.evaluator import newest_merged
+from archipelago.islands.sync.evaluator import Merged, newest_merged
 from archipelago.islands.sync.participant import Participant
 
 log = logging.getLogger(__name__)
@@ -177,7 +176,7 @@ def give_up(loop: Participant, kind: str, reason: str, state: str = "left", seco
 # -- the parameters at the end of a run --------------------------------------------------------------------------------
 
 
-def final_vectors(
+def final_parameters(
     transport: IslandTransport,
     manifest: Manifest,
     sent: Mapping[int, Sequence[str]],
@@ -185,7 +184,7 @@ def final_vectors(
     is_over: bool,
     deadline: float,
     pause: Callable[[float], None],
-) -> list[Vector]:
+) -> Merged:
     """Return the run's parameters, one float32 vector for each fragment, once all that it waits for is merged.
 
     At the end of the run, that is all contributions of all islands, so that everybody gets the same parameters. Of a
@@ -212,7 +211,7 @@ def final_vectors(
                 code="island.not-merged",
             )
         pause(POLL_SECONDS)
-    return list(newest_merged(transport, manifest).vectors)
+    return newest_merged(transport, manifest)
 
 
 def lacking(transport: IslandTransport, manifest: Manifest, sent: Mapping[int, Sequence[str]], *, is_over: bool) -> str:

@@ -28,7 +28,8 @@ from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.downloads import Arrival, require_same_run
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.leaving import StopSignal, final_vectors, frozen_fault, leave_after, leave_cleanly
+from archipelago.islands.sync.evaluator import Merged
+from archipelago.islands.sync.leaving import StopSignal, final_parameters, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.sync.script import Clock, Joined, checked_counts, require_loss
@@ -58,6 +59,7 @@ class Membership(Joined):
         self._loop: Participant | None = None
         self._measured: MeasuredTurns | None = None
         self._ended = ""  # why the island has left, once it has
+        self._final_round = 0  # the newest round of the parameters of `final`
         #: Whether a `sync` was interrupted, so that a fragment may be adopted in part.
         self._is_torn = False
 
@@ -216,7 +218,7 @@ class Membership(Joined):
         self._leave(None)
 
     def _final(self, timeout: float) -> list[Vector]:
-        """Leave the run, and return its parameters at its end, as `final_vectors` says. Raises as `final`."""
+        """Leave the run, and return its parameters at its end, as `final_parameters` says. Raises as `final`."""
         self._require_over()
         require_number("`timeout`", timeout, "Give a number of seconds, such as 60.")
         deadline = time.monotonic() + timeout
@@ -226,13 +228,15 @@ class Membership(Joined):
         sent = {channel.shard: channel.outbox.undecided_entries() for channel in channels}
         is_over = self._ended == "completed"
 
-        def read() -> list[Vector]:
+        def read() -> Merged:
             with closing(self._connect()) as transport:
                 require_same_run(transport.reader, manifest)
                 run = whole(transport, manifest)
-                return final_vectors(run, manifest, sent, is_over=is_over, deadline=deadline, pause=self._pause)
+                return final_parameters(run, manifest, sent, is_over=is_over, deadline=deadline, pause=self._pause)
 
-        return Patience(timeout, lambda: False, pause=self._pause)(read)
+        found = Patience(timeout, lambda: False, pause=self._pause)(read)
+        self._final_round = found.round
+        return list(found.vectors)
 
     def _pause(self, seconds: float) -> None:
         """Wait for the merger."""

@@ -107,7 +107,7 @@ class Session(Membership):
                 manifest, ledger = self._loop.manifest, self._loop.ledger
                 require_same_run(primary.reader, manifest)
                 late = Evaluator(whole(primary, manifest), manifest, self._loop.link.who, None, list)
-                late.report(loss, ledger.closed, self.step)
+                late.report(loss, self._final_round or ledger.closed, self.step)
                 late.send_reported()
             return
         loop = self._require_joined("report")

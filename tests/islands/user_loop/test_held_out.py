@@ -57,6 +57,16 @@ def test_a_script_reports_what_it_has_measured(framework: Framework, url: str, u
     assert [(each.step, each.by) for each in recorded(url)] == [(0, "a"), *[(3, "a")] * 3]
 
 
+def test_a_report_after_final_names_the_last_round(framework: Framework, url: str) -> None:
+    framework.create(url, "own", framework.model(), sync=SYNC, steps=8)
+    with served(url, linger_seconds=0.3), framework.join(url, island="a") as script:
+        while not script.session.finished:
+            script.train()
+    script.session.final(timeout=5.0)
+    script.session.report(held_out=2.0)
+    assert recorded(url)[-1].round == connect(url, "own").reader.tape(1)[-1].round
+
+
 def test_a_report_after_the_end_says_that_it_is_lost(
     framework: Framework, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
