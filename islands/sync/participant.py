@@ -161,7 +161,8 @@ class Participant:
     def count(self, steps: int, tokens: int, loss: Any) -> None:
         """Count steps of the loop, as the first half of `turn`. While the schedule is held, its clock stands still.
 
-        Steps after the end of the run, as of a loop that looks at `finished` only after its first step, do not count.
+        Steps after the end of the run do not count once all earlier progress is sent. A loop that joins a finished run,
+        and looks at `finished` only after its first step, makes such a step.
         """
         if self.finished and not self.ledger.farewells():
             return
