@@ -54,43 +54,82 @@ class Following:
         try:
             if not self._after:
                 self._after = self._primary.last_event()
-            self._after, number = _newest_marker(self._primary, self._after)
-            return number
+            self._after, marker = _newest_marker(self._primary, self._after)
+            return marker.number if marker else None
         except BrokerError as error:
             log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
             self._after, self._retry_at = "", now + RETRY_SECONDS
             return None
 
 
-def _newest_marker(reader: ReaderClient, after: str) -> tuple[str, int | None]:
-    """Return the last announcement after that one, and the number of the newest checkpoint among them."""
-    number = None
+def _newest_marker(reader: ReaderClient, after: str, marker: Marker | None = None) -> tuple[str, Marker | None]:
+    """Return the last announcement after that one, and the newest marker among them, or else that one."""
     while found := reader.events(after, 0.0, EVENTS_AT_ONCE):
         after = found[-1][0]
-        number = max((event.number for _, event in found if isinstance(event, Marker)), default=number)
+        marker = next((event for _, event in reversed(found) if isinstance(event, Marker)), marker)
         if len(found) < EVENTS_AT_ONCE:
             break
-    return after, number
+    return after, marker
+
+
+class Parts:
+    """The parts of the run's newest checkpoint, as the merger of any shard sees them.
+
+    It knows them from what each shard has announced. So a merger that takes a shard over knows what the one before had
+    done. A shard has ended only with all others: shard 0 may take one more checkpoint, which needs a part of it.
+
+    Args:
+        readers: One for each shard.
+        missing: Returns the shards without a part of the checkpoint of that number.
+    """
+
+    def __init__(self, readers: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]) -> None:
+        self._readers, self._missing = readers, missing
+        self._whole = 0  # the last checkpoint that was complete
+        self.start()
+
+    def start(self) -> None:
+        """Forget what was announced, because the merger has loaded its shard, maybe from another Redis."""
+        self._read: list[tuple[str, Marker | None]] = [(START, None)] * len(self._readers)
+
+    def lacks(self) -> bool:
+        """Return whether the newest checkpoint lacks a part, or rounds of a shard.
+
+        Raises:
+            ArchipelagoError: That cannot be found out now.
+        """
+        self._read = [_newest_marker(reader, *read) for reader, read in zip(self._readers, self._read, strict=True)]
+        rounds = [max((entry.round for entry in reader.tape(1)), default=0) for reader in self._readers]
+        markers = [marker for _, marker in self._read]
+        number = markers[0].number if markers[0] else 0
+        return any(rounds) and (markers != [Marker(number, last) for last in rounds] or bool(self.missing(number)))
+
+    def missing(self, number: int) -> Sequence[int]:
+        """Return the shards without a part of that checkpoint. One that was complete is not looked at again."""
+        missing = () if self._whole == number else self._missing(number)
+        self._whole = self._whole if missing else number
+        return missing
+
+    def has_backlog(self) -> bool:
+        """Return whether a shard still has contributions to merge, or cannot be read."""
+        try:
+            return any(reader.backlog() for reader in self._readers)
+        except BrokerError:
+            return True
 
 
 class Leading:
-    """What the merger of shard 0 knows of the other shards and their parts.
+    """When the merger of shard 0 begins a checkpoint, and how long it waits for the parts of the last one.
 
     Attributes:
         announced: The newest checkpoint that was announced. Its number is not used again: it may have failed here, and
             other shards have parts of it.
-
-    Args:
-        missing: Returns the shards without a part of the checkpoint of that number.
     """
 
-    def __init__(
-        self, primary: ReaderClient, others: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]
-    ) -> None:
+    def __init__(self, primary: ReaderClient, parts: Parts) -> None:
         self.announced = 0
-        self._primary, self._others, self._missing = primary, others, missing
-        self._number, self._whole = 0, -1  # the last checkpoint that this merger has begun, and the last complete one
-        self._rounds: list[int] | None = None  # of the other shards, before that
+        self._primary, self._parts = primary, parts
+        self._number = 0  # the last checkpoint that this merger has begun
         self._has_warned = False
         self._began_at: float | None = None  # while parts of it may be missing
         self._patience, self._look_at = PATIENCE, float("-inf")
@@ -98,7 +137,8 @@ class Leading:
     def start(self) -> None:
         """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
         self._began_at = None
-        self.announced = max(self.announced, _newest_marker(self._primary, START)[1] or 0)
+        newest = _newest_marker(self._primary, START)[1]
+        self.announced = max(self.announced, newest.number if newest else 0)
 
     def is_waiting(self, now: float, every_seconds: float) -> bool:
         """Return whether parts of the last checkpoint are still being written, so that no other one should begin.
@@ -112,7 +152,7 @@ class Leading:
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             try:
-                if not self._missing_parts():
+                if not self._parts.missing(self._number):
                     self._began_at = None
             except ArchipelagoError as error:
                 log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
@@ -130,44 +170,11 @@ class Leading:
             self._patience = min(2 * self._patience, PATIENCE_MAX)
         self._began_at, self._look_at = now, float("-inf")
         self._number = self.announced = number
-        try:
-            self._rounds = self._last_rounds()
-        except BrokerError:
-            self._rounds = None  # another checkpoint will be needed
-
-    def lacks(self, closed: int) -> bool:
-        """Return whether the last checkpoint lacks a part, or may lack rounds of another shard.
-
-        Args:
-            closed: The last closed round of shard 0.
-
-        Raises:
-            ArchipelagoError: That cannot be found out now.
-        """
-        rounds = self._last_rounds()
-        is_empty = not closed and not any(rounds)
-        return not is_empty and (rounds != self._rounds or bool(self._missing_parts()))
-
-    def has_backlog(self) -> bool:
-        """Return whether another shard still has contributions to merge, or cannot be read."""
-        try:
-            return any(reader.backlog() for reader in self._others)
-        except BrokerError:
-            return True
-
-    def _missing_parts(self) -> Sequence[int]:
-        """Return the shards without a part of the last checkpoint. One that was complete is not looked at again."""
-        missing = () if self._whole == self._number else self._missing(self._number)
-        self._whole = self._whole if missing else self._number
-        return missing
-
-    def _last_rounds(self) -> list[int]:
-        return [max((entry.round for entry in reader.tape(1)), default=0) for reader in self._others]
 
     def _misses_parts(self) -> bool:
         """Return whether the last checkpoint is not complete. Log that, once until one is."""
         try:
-            missing = self._missing_parts()
+            missing = self._parts.missing(self._number)
         except ArchipelagoError as error:
             log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
             return True

@@ -25,7 +25,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, is_digest
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpoint_cut import Following, Leading
+from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Following, Leading, Parts
 from archipelago.merger.committing import full_state
 from archipelago.merger.executor import Spawn
 from archipelago.merger.record import Recorder
@@ -61,7 +61,8 @@ class Checkpointer:
         copies: Whether the copier works in the background once this merger serves.
 
     Attributes:
-        leading: In shard 0 of a run with several, what is known of the others.
+        parts: In a run with several shards, what is known of all of them.
+        leading: In shard 0 of such a run, when it begins a checkpoint.
         following: In any other shard, the announcements of shard 0, which decides when a checkpoint is taken.
         cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`, and announces that. `asked` is
             the operator's request that the checkpoint answers. The merger sets it.
@@ -79,19 +80,20 @@ class Checkpointer:
         every_seconds: float,
         spawn: Spawn,
         copier: Copier | None = None,
+        parts: Parts | None = None,
         leading: Leading | None = None,
         following: Following | None = None,
         *,
         copies: bool = False,
     ) -> None:
         self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
-        self.leading, self.following = leading, following
+        self.parts, self.leading, self.following = parts, leading, following
         self.every_seconds = every_seconds
         self._spawn = spawn
         self._job: Future[CheckpointCut] | None = None
         self._asked = ""  # the operator's request that the checkpoint in progress answers
         self._due_at: float | None = None
-        self._urgent_at = float("-inf")  # when an urgent checkpoint may be taken
+        self._urgent_at = self._look_at = float("-inf")  # when an urgent checkpoint may be taken; see `has_all`
         self._copies = copies
         #: The last failure without its digits. A repeat of the same failure is logged at debug level.
         self._trouble = ""
@@ -107,6 +109,8 @@ class Checkpointer:
             self.copier.start(newest)
         elif self.copier is not None:
             self.copier.say_again()
+        if self.parts is not None:
+            self.parts.start()
         if self.following is not None:
             self.following.start()
         if self.leading is not None:
@@ -134,7 +138,7 @@ class Checkpointer:
         if self.following is not None:
             return
         is_asked = asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
-        is_end = is_last and not (self.leading and self.leading.has_backlog())
+        is_end = is_last and not (self.parts and self.parts.has_backlog())
         if not self.is_due(now, urgent=is_end or is_crowded or is_asked):
             return
         try:
@@ -160,6 +164,19 @@ class Checkpointer:
             return False
         return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)
 
+    def has_all(self, state: RunState, now: float) -> bool:
+        """Return whether a checkpoint holds all rounds of all shards, and none of them has anything left to merge.
+
+        Other shards are looked at every LOOK_SECONDS only.
+        """
+        if self.parts is not None:
+            if now < self._look_at:
+                return False
+            self._look_at = now + LOOK_SECONDS
+            if self.parts.has_backlog():
+                return False
+        return not self.lacks(state)
+
     def lacks(self, state: RunState) -> bool:
         """Return whether a closed round is missing from all checkpoints, for example after the folder was emptied."""
         try:
@@ -168,9 +185,9 @@ class Checkpointer:
             return True
 
     def _lacks(self, state: RunState) -> bool:
-        closed = state.closed
-        is_missed = self.leading is not None and self.leading.lacks(closed)
-        return is_missed or closed > state.covered or (closed > 0 and not self.store.numbers())
+        if self.parts is not None:
+            return self.parts.lacks()
+        return state.closed > state.covered or (state.closed > 0 and not self.store.numbers())
 
     def take(self, state: RunState, now: float) -> None:
         """Cut the run, tell the islands, and start writing the checkpoint."""
@@ -244,13 +261,14 @@ class Checkpointer:
 
         A merger of another shard follows that of shard 0, which may be ending at the same moment.
         """
+        if not self.lacks(state):
+            return
         if self.following is None:
-            if self.lacks(state):
-                self.take(state, clock())
+            self.take(state, clock())
             return
         for _ in range(MARKER_TRIES):
             self.follow(asked, clock())
-            if self._job is not None or not self.lacks(state):
+            if self._job is not None or state.closed <= state.covered:
                 return
             pause(MARKER_SECONDS)
 

@@ -217,14 +217,20 @@ class Merger:
         is_done = self.state.closed > 0 and self.state.step >= self.controls.next_config.inner.steps
         return is_done and not self._has_islands and self.transport.reader.backlog() == 0
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether this shard of the run is finished, as of the last turn."""
+        return self._finished_at is not None
+
     def is_over(self) -> bool:
         """Return whether this merger has nothing left to do: the run is finished and in a checkpoint.
 
         An extension of the run by an operator, an island that comes back and a failing disk all keep it serving.
         """
-        if self._finished_at is None or self.clock() - self._finished_at < FINISHED_SECONDS:
+        now = self.clock()
+        if self._finished_at is None or now - self._finished_at < FINISHED_SECONDS:
             return False
-        return self.checkpointer is None or not self.checkpointer.lacks(self.state)
+        return self.checkpointer is None or self.checkpointer.has_all(self.state, now)
 
     def _look(self, block_seconds: float) -> Seen:
         """Wait for contributions, and renew the lease and read what is around if it is time, in one round trip."""
@@ -386,8 +392,8 @@ class Merger:
     def _take_checkpoint(self, now: float) -> None:
         asked = self._wanted_checkpoint
         if self.checkpointer is not None:
-            is_last, is_crowded = self._finished_at is not None, self.compactor.waiting_bytes() > KEPT_BYTES_MAX / 2
-            self.checkpointer.take_if_due(self.state, asked, now, is_last=is_last, is_crowded=is_crowded)
+            is_crowded = self.compactor.waiting_bytes() > KEPT_BYTES_MAX / 2
+            self.checkpointer.take_if_due(self.state, asked, now, is_last=self.is_finished, is_crowded=is_crowded)
         elif asked:
             self.state.control[CHECKPOINT] = asked
             self.controls.note("checkpoint", "this merger takes no checkpoints (--checkpoint-every 0)")

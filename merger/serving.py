@@ -51,7 +51,8 @@ def serve(
     Args:
         merger: The merger. It has neither acquired the lease nor loaded.
         may_take: Whether to take the lease if it is free. A process that serves several shards may leave it to others.
-        is_to_hand_over: Whether to release the lease now, for another process.
+        is_to_hand_over: Whether to release the lease now, for another process. A finished run stays: that process may
+            have served it to its end already.
 
     Returns:
         Whether the run is finished, and everything that islands sent is merged and in a checkpoint.
@@ -67,7 +68,7 @@ def serve(
     try:
         while not is_over and not stopped():
             try:
-                if merger.epoch and is_to_hand_over():
+                if merger.epoch and not merger.is_finished and is_to_hand_over():
                     _hand_over(merger)
                 if not merger.epoch:
                     if not (may_take() and merger.acquire()):
@@ -128,18 +129,21 @@ def _hand_over(merger: Merger) -> None:
     """Release the lease, so that another process takes it. It loads what this merger has committed."""
     last = merger.manifest.described(merger.state.closed)
     log.info("handing over after %s: another process serves fewer shards", last)
-    merger.transport.merger.release(merger.epoch)
-    merger.epoch = 0
-    merger.controls.note("left", "another process serves fewer shards, and takes this one")
+    _release(merger, "another process serves fewer shards, and takes this one")
 
 
 def _leave(merger: Merger, why: str, pause: Callable[[float], None]) -> None:
     try:
         merger.finish(pause)
-        merger.transport.merger.release(merger.epoch)
-        merger.controls.note("left", why)
+        _release(merger, why)
     except BrokerError as error:
         log.info("cannot release the lease, which will expire: %s", error.what)
+
+
+def _release(merger: Merger, why: str) -> None:
+    merger.transport.merger.release(merger.epoch)
+    merger.epoch = 0
+    merger.controls.note("left", why)
 
 
 ANNOUNCE_SECONDS = STANDBY_SECONDS / 5

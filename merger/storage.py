@@ -87,25 +87,24 @@ class MergerFolder:
     ) -> Checkpointer:
         """Return a checkpointer that writes here; it also writes the record if the run has one."""
         # This loads JAX, which readers of this folder do not need.
-        from archipelago.merger.checkpoint_cut import Following, Leading
+        from archipelago.merger.checkpoint_cut import Following, Leading, Parts
         from archipelago.merger.checkpointer import Checkpointer
 
         recorder = self.recorder if manifest.config.record else None
         copier = self._copier(manifest) if self._bundles else None
-        leading = following = None
+        parts = leading = following = None
         if manifest.shards > 1:
             # Other servers, and the bucket, may hang.
             aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
-            own, *others = (of_shard(transport, manifest, k).reader for k in range(manifest.shards))
-            listed, bounded = Bounded(aside), [BoundedReader(reader, aside) for reader in (own, *others)]
-            if manifest.shard:
-                following = Following(cast(ReaderClient, bounded[0]))
-            else:
-                missing = lambda number: listed(lambda: self._missing(number), number)  # noqa: E731
-                leading = Leading(own, cast(Sequence[ReaderClient], bounded[1:]), missing)
+            readers: list[ReaderClient] = [of_shard(transport, manifest, k).reader for k in range(manifest.shards)]
+            listed, bounded = Bounded(aside), [cast(ReaderClient, BoundedReader(reader, aside)) for reader in readers]
+            own = manifest.shard or 0
+            bounded[own] = readers[own]
+            parts = Parts(bounded, lambda number: listed(lambda: self._missing(number), number))
+            leading, following = (None, Following(bounded[0])) if own else (Leading(bounded[0], parts), None)
         copies, spawn = spawn is None, spawn or in_background("checkpoint", 1)
         return Checkpointer(
-            transport, self.store, recorder, every_seconds, spawn, copier, leading, following, copies=copies
+            transport, self.store, recorder, every_seconds, spawn, copier, parts, leading, following, copies=copies
         )
 
     def _missing(self, number: int) -> list[int]:

@@ -18,7 +18,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Event, Marker
 from archipelago.broker.shards.transport import of_shard, restore, whole
 from archipelago.broker.transport import ReaderClient
-from archipelago.merger.checkpoint_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading
+from archipelago.merger.checkpoint_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading, Parts
 from archipelago.merger.executor import at_once
 from archipelago.merger.storage import MergerFolder
 from tests import samples
@@ -91,52 +91,58 @@ def test_markers_are_missed_while_shard_0_is_away_and_it_is_asked_rarely() -> No
     assert follower.newest(1.0 + RETRY_SECONDS) == 4
 
 
-def leading(other: Shard, parts: Container[int] = (), home: Shard | None = None) -> Leading:
+def parts_of(shards: Sequence[Shard], written: Container[int] = ()) -> Parts:
     def missing(number: int) -> list[int]:
-        return [] if number in parts else [1]
+        return [] if number in written else [1]
 
-    return Leading(cast(ReaderClient, home or Shard()), [cast(ReaderClient, other)], missing)
+    return Parts([cast(ReaderClient, shard) for shard in shards], missing)
+
+
+def leading(parts: Parts, home: Shard | None = None) -> Leading:
+    return Leading(cast(ReaderClient, home or Shard()), parts)
 
 
 def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
-    other, parts = Shard(), set[int]()
-    leader = leading(other, parts)
-    assert not leader.lacks(0), "before the first round of any shard"
-    assert leader.lacks(1)
-    other.round = 2
-    assert leader.lacks(0)
-    leader.begin(5, 0.0)
-    assert leader.lacks(1)
-    parts.add(5)
-    assert not leader.lacks(1)
+    home, other, written = Shard(), Shard(), set[int]()
+    parts = parts_of([home, other], written)
+    assert not parts.lacks(), "before the first round of any shard"
+    home.round = 1
+    assert parts.lacks(), "nothing was announced"
+    home.announced.append(Marker(5, 1))
+    assert parts.lacks(), "the other shard has not announced it"
+    other.announced.append(Marker(5, 0))
+    assert parts.lacks(), "its parts are not written"
+    written.add(5)
+    assert not parts.lacks()
+    assert not parts_of([home, other], written).lacks(), "as another merger sees it, which takes a shard over"
     other.round = 3
-    assert leader.lacks(1)
+    assert parts.lacks(), "a round has closed since"
+    home.announced += [Marker(6, 1), Call(2, 0)]
+    other.announced += [Marker(6, 3), *[Call(3, 0)] * EVENTS_AT_ONCE]
+    written.add(6)
+    assert not parts.lacks()
     other.is_away = True
-    leader.begin(6, 0.0)
-    parts.add(6)
-    other.is_away = False
-    assert leader.lacks(1), "the other shard could not be read"
+    with failing(UnreachableError):
+        parts.lacks()
 
 
 def test_a_checkpoint_that_was_complete_is_not_looked_for_again() -> None:
     """A listing of a bucket may take so long that it is never there when it is asked for."""
-    parts = {5}
-    leader = leading(Shard(), parts)
-    leader.begin(5, 0.0)
-    assert not leader.lacks(1)
-    parts.clear()
-    assert not leader.lacks(1)
-    leader.begin(6, 0.0)
-    assert leader.lacks(1)
+    written = {5}
+    parts = parts_of([Shard()], written)
+    assert not parts.missing(5)
+    written.clear()
+    assert not parts.missing(5)
+    assert parts.missing(6)
 
 
 def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
-    parts = set[int]()
-    leader = leading(Shard(), parts)
+    written = set[int]()
+    leader = leading(parts_of([Shard()], written))
     assert not leader.is_waiting(0.0, 30.0)
     leader.begin(1, 0.0)
     assert leader.is_waiting(30.0, 30.0)
-    parts.add(1)
+    written.add(1)
     assert leader.is_waiting(30.0 + LOOK_SECONDS / 2, 30.0), "the parts were looked for a moment ago"
     assert not leader.is_waiting(30.0 + LOOK_SECONDS, 30.0)
     leader.begin(2, 100.0)
@@ -150,13 +156,13 @@ def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
             now += 0.5
         waits.append(now - began)
         if number == 8:
-            parts.add(number)
+            written.add(number)
     assert waits == [2, 4, 8, 8, 8, 8, 2, 4], "the wait ends, and grows until the parts are there"
 
 
 def test_a_number_that_was_announced_is_not_used_again() -> None:
     home = Shard()
-    leader = leading(Shard(), home=home)
+    leader = leading(parts_of([home]), home)
     leader.start()
     assert leader.announced == 0
     home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
@@ -170,9 +176,9 @@ def test_a_number_that_was_announced_is_not_used_again() -> None:
 
 def test_the_end_waits_for_what_other_shards_have_to_merge() -> None:
     other = Shard()
-    leader = leading(other)
+    parts = parts_of([Shard(), other])
     for other.waiting, other.is_away in ((0, False), (1, False), (0, True)):
-        assert leader.has_backlog() == (other.waiting > 0 or other.is_away)
+        assert parts.has_backlog() == (other.waiting > 0 or other.is_away)
 
 
 # -- the folders of the shards -----------------------------------------------------------------------------------------

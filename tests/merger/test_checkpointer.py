@@ -15,7 +15,7 @@ from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import Transport
 from archipelago.merger import record
-from archipelago.merger.checkpoint_cut import Leading
+from archipelago.merger.checkpoint_cut import Parts
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.committing import ENTRY_BYTES
 from archipelago.merger.executor import at_once
@@ -65,10 +65,10 @@ def test_at_the_end_no_other_checkpoint_is_taken_while_an_answer_is_on_its_way()
     run.play(merger, 1)
     checkpointer = merger.checkpointer
     assert checkpointer is not None
-    leading = Leading(run.transport.reader, [run.transport.reader], lambda number: [])
-    leading.lacks = Mock(side_effect=UnreachableError("it has not answered yet"))  # type: ignore[method-assign]
-    leading.has_backlog = Mock(return_value=False)  # type: ignore[method-assign]
-    checkpointer.leading = leading
+    parts = Parts([run.transport.reader], lambda number: [])
+    parts.lacks = Mock(side_effect=UnreachableError("it has not answered yet"))  # type: ignore[method-assign]
+    parts.has_backlog = Mock(return_value=False)  # type: ignore[method-assign]
+    checkpointer.parts = parts
     for is_last, expected in ((True, 0), (False, 1)):
         checkpointer.take_if_due(merger.state, "", 31.0, is_last=is_last, is_crowded=False)
         assert len(store.images) == expected

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.transport import create, of_shard
 from archipelago.merger.service import Merger
 from archipelago.merger.shards import SeenMergers, Sharing, seen, serve_shards
+from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.conftest import Until
@@ -100,11 +103,14 @@ def manifest_with(shards: int) -> Manifest:
 class Process:
     """A merger process of a run, as a thread."""
 
-    def __init__(self, home: RedisTransport, name: str, shards: int = 2) -> None:
+    def __init__(self, home: RedisTransport, name: str, shards: int = 2, folder: MergerFolder | None = None) -> None:
         manifest = manifest_with(shards)
-        self.mergers = [
-            Merger(of_shard(home, manifest, shard), holder=name, lease_seconds=LEASE_SECONDS) for shard in range(shards)
-        ]
+        self.mergers = []
+        for shard in range(shards):
+            own, own_manifest = of_shard(home, manifest, shard), manifest.of_shard(shard)
+            writer = folder.parts(manifest)[shard].checkpointer(own, own_manifest, 30.0) if folder else None
+            self.mergers.append(Merger(own, holder=name, lease_seconds=LEASE_SECONDS, checkpointer=writer))
+        self.is_finished = False
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -112,7 +118,7 @@ class Process:
 
     def _run(self) -> None:
         try:
-            serve_shards(self.mergers, self._stopped.is_set, LOOK_SECONDS, AGAIN_SECONDS)
+            self.is_finished = serve_shards(self.mergers, self._stopped.is_set, LOOK_SECONDS, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the tests look at it
             self.error = error
 
@@ -166,6 +172,28 @@ def test_processes_share_the_shards_of_a_run_until_it_is_deleted(home: RedisTran
     delete(home, 0)
     until(lambda: first.has_ended, "the process to end")
     assert isinstance(first.error, UnknownRunError)
+
+
+def test_all_processes_end_with_the_run_and_one_that_is_started_later_does(
+    home: RedisTransport, until: Until, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each shard ends for itself, and then the other process takes it."""
+    monkeypatch.setattr("archipelago.merger.service.FINISHED_SECONDS", 0.2)
+    monkeypatch.setattr("archipelago.merger.checkpointer.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("archipelago.merger.serving.RETRY_SECONDS", 0.1)
+    for p in (0, 1):
+        values_N = np.ones(home.reader.manifest().sizes[p], np.float32)
+        last = samples.packed(values_N, fragment=p, round=p + 1, global_step=2000, steps=2000, farewell=True)
+        home.of_shard(p).island.publish(*last)
+    processes = [Process(home, name, folder=MergerFolder(tmp_path)) for name in ("first", "second")]
+    until(lambda: all(process.has_ended for process in processes), "both processes to end")
+    assert [(process.is_finished, process.error) for process in processes] == [(True, None)] * 2
+    assert [part.round for part in MergerFolder(tmp_path).newest()] == [1, 2]
+    numbers = MergerFolder(tmp_path).store.numbers()
+    later = Process(home, "later", folder=MergerFolder(tmp_path))
+    until(lambda: later.has_ended, "the third process to end")
+    assert (later.is_finished, later.error) == (True, None)
+    assert MergerFolder(tmp_path).store.numbers() == numbers, "what was complete is not written again"
 
 
 def test_a_shard_that_cannot_be_served_is_tried_again(

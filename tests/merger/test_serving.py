@@ -150,6 +150,13 @@ def test_each_merger_of_a_finished_run_ends_and_frees_the_lease() -> None:
     assert idle(run, "fourth").acquire()
 
 
+def test_a_finished_run_is_not_handed_over() -> None:
+    """It would pass for ever between two processes of which each has served it to its end."""
+    run = finished_run()
+    run.live("a", state="left")
+    assert serve(idle(run), Turns(run), lambda seconds: None, is_to_hand_over=lambda: True)
+
+
 def test_a_finished_run_is_served_while_an_island_is_live_or_its_work_waits() -> None:
     run = finished_run()
     left_at = run.clock.now + 20.0
