@@ -7,7 +7,7 @@ Those of different shards close in any order.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +75,10 @@ class Layout:
     @cached_property
     def count(self) -> int:
         return sum(map(len, self.fragments))
+
+    def count_without(self, shards: Collection[int]) -> int:
+        """Return the number of fragments of the other shards."""
+        return sum(len(mine) for shard, mine in enumerate(self.fragments) if shard not in shards)
 
     @cached_property
     def _shards(self) -> dict[int, int]:

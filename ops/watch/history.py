@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -133,10 +133,11 @@ class History:
     Args:
         layout: The fragments of each shard. Rounds of different shards close in any order; on the axis of rounds, each
             is where the run was when it closed.
+        away: The shards that the entries and the merged tokens leave out. Means are over the other fragments.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, away: Collection[int] = ()) -> None:
+        self._layout, self._fragments = layout, layout.count_without(away)
         self._newest: dict[int, TapeEntry] = {}  # of each shard
         self._trail: Trail[RoundRow] = Trail()
         self._known: set[str] = set()
@@ -148,9 +149,9 @@ class History:
         self._round = 0
 
     def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
-        """Add the first entries, oldest first. The tokens are those merged until the last one, over all fragments."""
+        """Add the first entries, oldest first. The tokens are those merged until the last one, over those fragments."""
         seen = sum(member.tokens for entry in tape for member in entry.members)
-        self._tokens = max(0.0, (merged_tokens - seen) / self._layout.count)
+        self._tokens = max(0.0, (merged_tokens - seen) / self._fragments)
         self.extend(tape)
 
     def follows(self, tape: Sequence[TapeEntry]) -> bool:
@@ -182,7 +183,7 @@ class History:
         here = {member.island for member in entry.members}
         self._known |= here
         self._recent.append(here)
-        self._tokens += sum(member.tokens for member in entry.members) / self._layout.count
+        self._tokens += sum(member.tokens for member in entry.members) / self._fragments
         self._details.append(replace(entry, before=""))  # That field may be long.
         known, live = max(entry.live, len(self._known)), float(entry.live)
         closed = entry.unix_seconds or math.nan

@@ -134,7 +134,7 @@ def summarise(
         control: The requests of operators.
     """
     away, layout, unit = unreachable or {}, manifest.shard_layout, loss_unit(manifest.corpus)
-    fragments = layout.count - sum(len(layout.fragments[shard]) for shard in away)
+    fragments = layout.count_without(away)
     last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
     figures = parsed_state(state)
     merged = merged_tokens(figures)
@@ -353,9 +353,10 @@ class Watcher:
         if found != self.manifest:
             self.manifest, self.transport = found, whole(self._primary, found, for_display=True)
             tape = self.transport.reader.tape(self._rounds)
-        self.history = History(self.manifest.shard_layout)
-        self.history.begin(self.transport.reader.counters().merged_tokens, tape)
+        merged = self.transport.reader.counters().merged_tokens
         self._lacks = frozenset(shards_away(self.transport))
+        self.history = History(self.manifest.shard_layout, self._lacks)
+        self.history.begin(merged, tape)
         self._seldom_due = -math.inf
         return tape
 

@@ -244,6 +244,8 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: Vi
     assert page["serving"].startswith("one (shard 0) serves with epoch ")
     assert page["serving"].endswith("; shard 1 cannot be reached")
     assert len(charts["details"]["round"]) == closed(demo)[0]
+    merged = watcher.latest.view.tokens_merged
+    assert charts["lines"]["tokens"][-1] == pytest.approx(merged, abs=1), "both are means over the fragments of shard 0"
     run.cut.clear()
     reader: Any = watcher.transport.reader
     reader._clock, reader._aside = lambda: float("inf"), lambda attempt: attempt()
