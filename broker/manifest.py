@@ -356,6 +356,11 @@ def shortened(name: str) -> str:
     return name.replace(" per ", "/")
 
 
+def rounded(value: float, digits: int = 4) -> str:
+    """Format a number with that many decimals. With 3 or more, a number below 0.1 has 3 significant digits instead."""
+    return f"{value:#.3g}" if digits > 2 and 0 < abs(value) < 0.1 else f"{value:,.{digits}f}"
+
+
 def loss_unit(corpus: Corpus) -> LossUnit:
     """Return the unit for the losses of runs on this corpus.
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
+from archipelago.broker.manifest import LossUnit, Manifest, loss_unit, rounded
 from archipelago.broker.messages import Evaluation, Snapshot
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.transport import IslandTransport, ReaderTransport
@@ -60,7 +60,7 @@ class Measures(NamedTuple):
     def describe(self, unit: LossUnit) -> str:
         """Return the measures in words, in the run's unit. A task may give no accuracy."""
         right = f", {100 * self.accuracy:.1f} % right" if math.isfinite(self.accuracy) else ""
-        return f"{unit.from_evaluation(self.bits):.4f} {unit.name} on held-out data{right}"
+        return f"{rounded(unit.from_evaluation(self.bits))} {unit.name} on held-out data{right}"
 
 
 def mean_of(slices: Iterable[Measures]) -> Measures:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from rich.table import Table
 
 from archipelago.broker.files import make_untracked
+from archipelago.broker.manifest import rounded
 from archipelago.broker.process import finite, print_json
 from archipelago.ops.bench.provenance import provenance
 from archipelago.ops.settings import say, table_console
@@ -103,5 +104,5 @@ def table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4f}"
+        return rounded(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

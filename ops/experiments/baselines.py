@@ -22,7 +22,7 @@ import tyro
 
 from archipelago.broker.config import RunConfig, from_toml
 from archipelago.broker.files import write_atomically
-from archipelago.broker.manifest import loss_unit
+from archipelago.broker.manifest import loss_unit, rounded
 from archipelago.broker.process import guarded, keep_compiled
 from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.evaluation import CorpusEvaluation
@@ -129,7 +129,7 @@ def write_curve(work: Workload, tokens: int, output: Path, params: Params | None
     first.next(1)
 
     def progress(point: CurvePoint) -> None:
-        say(f"{point.tokens:>13,} tokens  held-out {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name}")
+        say(f"{point.tokens:>13,} tokens  held-out {rounded(unit.from_evaluation(point.bits_per_byte))} {unit.name}")
         curve.append([point.tokens, point.bits_per_byte])
 
     train(work, 1, max(1, tokens // first.tokens), progress, params)

@@ -25,7 +25,7 @@ import tyro
 from archipelago.broker.config import InnerConfig, RunConfig, checked, flat
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
-from archipelago.broker.manifest import LossUnit, loss_unit
+from archipelago.broker.manifest import LossUnit, loss_unit, rounded
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
@@ -189,7 +189,7 @@ def _run_left(
         """Say the loss of a trial so far, because a trial may take an hour. End the trial if there is no more time."""
         tokens, bits = record["curve"][-1]
         loss = unit.from_evaluation(math.nan if bits is None else bits)
-        say(f"{name}: {loss:.4f} {unit.name} after {tokens:,} tokens, {record['share']:.0%}")
+        say(f"{name}: {rounded(loss)} {unit.name} after {tokens:,} tokens, {record['share']:.0%}")
         if time.monotonic() >= deadline and record["share"] < 1.0:
             raise _TimeOverError
 

@@ -42,6 +42,7 @@ import tyro
 from archipelago.broker.config import flat
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import write_atomically
+from archipelago.broker.manifest import rounded
 from archipelago.broker.process import finite, keep_compiled, print_json
 from archipelago.ops.bench.output import table
 from archipelago.ops.experiments.trial import OWN, Record, Trial, TrialRow, grouped, key_of, measure
@@ -277,7 +278,7 @@ def _claimed(lock: IO[bytes], number: int) -> bool:
 
 def in_words(trial: Trial, record: Record, varied: Sequence[str]) -> str:
     """Return one line about a result, with its values of the settings in `varied`."""
-    loss = "diverged" if record["diverged"] else f"{record['bits_per_byte']:.4f}"
+    loss = "diverged" if record["diverged"] else rounded(record["bits_per_byte"])
     settings = trial.named_values
     shown = "".join(f" {name}={settings[name]}" for name in varied if name in settings)
     return f"{loss}  {trial.kind} M={trial.islands} seed={trial.seed}{shown}"

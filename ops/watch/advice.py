@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from archipelago.broker.manifest import loss_unit
+from archipelago.broker.manifest import loss_unit, rounded
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, MergeLoad, merge_load
 from archipelago.broker.shards.reader import numbered
@@ -112,7 +112,7 @@ def verdict(view: RunView) -> str:
         return "Nothing was evaluated yet." + (" The training loss rises." if rise else "") if view.tape else ""
     best = min(range(len(seen)), key=lambda n: seen[n][0])
     since, lowest = len(seen) - 1 - best, seen[best][0]
-    figure = f"{loss_unit(view.manifest.corpus).from_evaluation(lowest):.4f}, after round {seen[best][1].round:,}"
+    figure = f"{rounded(loss_unit(view.manifest.corpus).from_evaluation(lowest))}, after round {seen[best][1].round:,}"
     if len(seen) < VERDICT_EVALUATIONS:
         return f"Best held-out loss so far: {figure}. It is too early for a trend."
     if not since:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
+from archipelago.broker.manifest import rounded
+
 if TYPE_CHECKING:  # Importing rich takes a noticeable part of a verb's start.
     from rich.table import Table
 
@@ -31,8 +33,8 @@ def size(count: float) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Format a number, or return a dash for NaN."""
-    return "–" if math.isnan(value) else f"{value:,.{digits}f}"
+    """Format a number (`rounded`), or return a dash for NaN."""
+    return "–" if math.isnan(value) else rounded(value, digits)
 
 
 def ago(seconds: float) -> str:

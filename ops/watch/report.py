@@ -11,7 +11,7 @@ from typing import Any
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.manifest import loss_unit
+from archipelago.broker.manifest import loss_unit, rounded
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.process import finite, print_json
 from archipelago.broker.redis.keys import checked_name
@@ -162,8 +162,8 @@ def result_in_words(report: Mapping[str, Any]) -> str:
         return f"{ended}{took} with {islands}; {why}"
     side = "above" if last > single else "below"
     share = f"{abs((last - single) / single):.1%} " if single else ""
-    gap = f", {share}{side} one process on as many tokens ({single:.4f})"
-    reached = f"{ended}{took}: {islands} reached {last:.4f} {report['unit']} on held-out data"
+    gap = f", {share}{side} one process on as many tokens ({rounded(single)})"
+    reached = f"{ended}{took}: {islands} reached {rounded(last)} {report['unit']} on held-out data"
     step = report.get("held_out_step", report["steps"])  # earlier versions did not write it
     if step < EVALUATED_SHARE * report["steps"]:
         reached += f" at step {step:,}, the last evaluation"

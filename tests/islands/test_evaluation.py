@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from archipelago.broker.config import DataConfig
+from archipelago.broker.manifest import NO_CORPUS, loss_unit
 from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus, Splits
 from archipelago.islands.evaluation import (
@@ -214,3 +215,8 @@ def test_a_failing_evaluation_stops_no_island_and_frees_the_lease(until: Until) 
         run.transport.island.heartbeat(samples.heartbeat("a", "done"))
         evaluator.finish(lambda: False)
         assert len(run.transport.reader.evaluations()) == evaluated
+
+
+def test_a_small_loss_has_its_digits_in_the_log() -> None:
+    unit = loss_unit(NO_CORPUS)
+    assert Measures(unit.recorded(1.5e-4), 0.5).describe(unit) == "0.000150 loss units on held-out data, 50.0 % right"

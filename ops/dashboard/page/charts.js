@@ -20,7 +20,7 @@ const Charts = (() => {
     const line = colour("line"), muted = colour("muted");
     const side = {
       gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { color: muted, size: 11 }, automargin: true,
-      title: { font: { color: muted, size: 11.5 }, standoff: 6 }, nticks: 6,
+      title: { font: { color: muted, size: 11.5 }, standoff: 6 }, nticks: 6, exponentformat: "e",
     };
     const { xaxis, yaxis, yaxis2, ...others } = changes;
     return {
@@ -78,7 +78,6 @@ const Charts = (() => {
   }
 
   const last = (values) => values.length ? values[values.length - 1] : null;
-  const fixed = (value, digits) => value === null || value === undefined ? "–" : value.toFixed(digits);
   const dates = (wall) => ({ type: "date", nticks: 5, ...(wall > 1e3 && wall < 5e3 ? { dtick: 1000 } : {}), tickformat: wall < 6e5 ? "%H:%M:%S" : wall < 8e7 ? "%H:%M" : "%b %d", hoverformat: "%b %d %H:%M:%S" });
 
   /** Returns the values of the chosen axis. Times become dates. */
@@ -118,17 +117,17 @@ const Charts = (() => {
     const alone = axis === "tokens" ? data.one_process ?? [] : [], [tokens, single] = [0, 1].map((n) => alone.map((point) => point[n]));
     draw("chart-learn", [
       line("training", x, lines.loss, "s1", { line: { color: colour("s1", 0.3), width: 1 }, hoverinfo: "skip" }),
-      line("training", x, lines.smooth, "s1", { hovertemplate: "%{y:.4f}" }),
+      line("training", x, lines.smooth, "s1", { hovertemplate: "%{y:.5r}" }),
       line("held-out", at, held.loss, "s2", {
-        mode: held.loss.length > 60 ? "lines" : "lines+markers", marker: { size: 6 }, hovertemplate: "%{y:.4f}",
+        mode: held.loss.length > 60 ? "lines" : "lines+markers", marker: { size: 6 }, hovertemplate: "%{y:.5r}",
       }),
       marks(lines, lines.smooth),
-      line("one process, held-out", tokens, single, "s3", { line: { dash: "dash", width: 1.6 }, hovertemplate: "%{y:.4f}" }),
+      line("one process, held-out", tokens, single, "s3", { line: { dash: "dash", width: 1.6 }, hovertemplate: "%{y:.5r}" }),
       ...(hasRate ? [line("learning rate", x, lines.rate, "s0", { yaxis: "y2", line: { width: 1.6 }, hovertemplate: "%{y:.2e}" })] : []),
     ], {
       xaxis: { ...across([...x, ...at]), ...(hasRate && { anchor: "y2" }) },
       yaxis: { ...fitted([[x, lines.smooth], [at, held.loss], [tokens, single]]), ...(hasRate && { domain: [0.26, 1] }) },
-      ...(hasRate && { yaxis2: { domain: [0, 0.16], rangemode: "tozero", nticks: 2, exponentformat: "e" } }),
+      ...(hasRate && { yaxis2: { domain: [0, 0.16], rangemode: "tozero", nticks: 2 } }),
     }, nothing());
     const training = last(known(lines.smooth)), newest = last(known(held.loss));
     const then = lines.smooth[lines.round.findIndex((round) => round >= last(held.round))]; // training loss at that round
@@ -151,7 +150,7 @@ const Charts = (() => {
     const recent = [...names].sort((a, b) => last(data.islands[b].round) - last(data.islands[a].round)).slice(0, ISLANDS_DRAWN).sort();
     const drawn = recent.map((name, n) => [name, along(data.islands[name]), smooth(data.islands[name].loss), COLOURS[n % COLOURS.length]]);
     draw("chart-losses", drawn.map(([name, x, y, swatch]) => line(name, x, y, swatch, {
-      line: { width: 1.5, dash: recent.indexOf(name) >= COLOURS.length ? "dot" : "solid" }, hovertemplate: "%{y:.3f}",
+      line: { width: 1.5, dash: recent.indexOf(name) >= COLOURS.length ? "dot" : "solid" }, hovertemplate: "%{y:.4r}",
     })), { xaxis: { ...across(drawn.flatMap(([, x]) => x)), nticks: 4 }, yaxis: fitted(drawn.map(([, x, y]) => [x, y])), hovermode: "closest" }, nothing());
     const worst = drawn.filter(([name]) => newest(name) !== null).sort((a, b) => newest(b[0]) - newest(a[0])).slice(0, 4);
     legend("legend-losses", worst.map(([name, , , swatch]) => [swatch, name, fixed(newest(name), 3)]));

@@ -20,7 +20,9 @@ let showGone = false;
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const dash = "–";
 const count = (value) => value === null || value === undefined ? dash : whole.format(value);
-const fixed = (value, digits = 3) => value === null || value === undefined ? dash : value.toFixed(digits);
+/** Returns a number with that many decimals. With 3 or more, one below 0.1 has 3 significant digits instead. */
+const fixed = (value, digits = 3) => value === null || value === undefined ? dash
+  : digits > 2 && value && Math.abs(value) < 0.1 ? value.toPrecision(3) : value.toFixed(digits);
 
 function scaled(value, units, step = 1000) {
   if (value === null || value === undefined) return dash;

@@ -67,6 +67,8 @@ def test_the_page_shows_the_run_from_one_server(page: Page, address: str, until:
     loaded = page.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert len(loaded) >= 4
     assert {re.match(r"https?://[^/]+", name)[0] for name in loaded} == {address[: -len("/runs/sample")]}  # type: ignore[index]
+    small = "return [fixed(0.000123456, 4), fixed(-0.05), fixed(0, 4), fixed(0.1, 4), fixed(0.05, 2), fixed(null)]"
+    assert page.run(small) == ["0.000123", "-0.0500", "0.0000", "0.1000", "0.05", "–"]
     assert re.search(r" at (\d+/\d+ )?\d\d:\d\d\.$", page.run("return ending(60)"))
     assert re.search(r" at \d+/\d+ \d\d:\d\d\.$", page.run("return ending(200000)"))
     page.open(f"{address}/sync")

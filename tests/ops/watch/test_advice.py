@@ -371,6 +371,7 @@ def evaluated(losses: Sequence[float], training: float = 2.0) -> RunView:
         ([5.0, 4.0, 3.0, 3.01], "It is level"),
         ([5.0, 2.0, 2.001, 2.002, 2.003, 2.004], "It is level"),
         ([5.0, 2.0, 3.0, 3.0, 3.0, 4.0], "It does not learn any more: the best held-out loss was 2.0000"),
+        ([1.0, 1.5e-4], "Best held-out loss so far: 0.000150, after round 2."),
         ([1.0, 0.0], "Best held-out loss so far: 0.0000, after round 2."),
         ([1.0, 0.0, 0.2, 0.2, 0.2, 0.2], "It does not learn any more: the best held-out loss was 0.0000"),
         (

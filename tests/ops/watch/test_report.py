@@ -230,6 +230,8 @@ def test_the_result_of_a_run_in_one_sentence() -> None:
     assert "above one process" in result_in_words(report | {"held_out_one_process": 0.0})
     alone = result_in_words(report | {"held_out_one_process": math.nan, "finished": False, "islands": 1})
     assert alone == "interrupted in 90 s: 1 island reached 2.5000 bits per byte on held-out data"
+    small = result_in_words(report | {"held_out_last": 1.5e-4, "held_out_one_process": 1e-4})
+    assert "reached 0.000150" in small and "(0.000100)" in small
     assert "nothing was evaluated" in result_in_words(report | {"held_out_last": math.nan})
     assert "is not a number" in result_in_words(report | {"held_out_last": math.nan, "curve": [[1, math.nan]]})
     early = result_in_words(report | {"held_out_step": 24})

@@ -239,6 +239,9 @@ def test_formatted_sizes_and_numbers() -> None:
     sizes = {999: "999 B", 1000: "1.0 kB", 123_456: "123 kB", 7e15: "7.0 PB"}
     assert {count: size(count) for count in sizes} == sizes
     assert (number(1234.5678), number(0.5, 1), number(math.nan)) == ("1,234.568", "0.5", "–")
+    small = {0.0: "0.000", 0.1: "0.100", 0.05: "0.0500", -0.00123456: "-0.00123", 1.2e-7: "1.20e-07"}
+    assert {value: number(value) for value in small} == small
+    assert number(0.05, 1) == "0.1", "no more digits than asked for"
 
 
 def test_a_problem_of_many_islands_names_few_of_them() -> None:
