@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from archipelago.broker.errors import ConfigError, UnknownRunError, UnreachableE
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.shards.transport import create, of_shard
+from archipelago.broker.shards.transport import create, of_shard, whole
+from archipelago.merger.main import totals
 from archipelago.merger.service import Merger
 from archipelago.merger.shards import SeenMergers, Sharing, seen, serve_shards
 from archipelago.merger.storage import MergerFolder
@@ -281,3 +283,20 @@ def test_no_merger_loads_a_shard_of_a_run_whose_shard_0_is_lost_or_away(home: Re
     delete_shard(home.of_shard(0).connection)
     with failing(UnknownRunError):
         merger.load()
+
+
+def test_the_totals_at_the_end_are_those_of_the_run_as_far_as_redis_answers(
+    home: RedisTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_with(2)
+    mergers, reader = [Merger(home.of_shard(k), VirtualClock(), "me") for k in (0, 1)], whole(home, manifest).reader
+    for merger in mergers:
+        assert merger.acquire()
+        merger.load()
+    handed_over = mergers[manifest.shard_layout.shard_of(1)]
+    handed_over.transport.merger.release(handed_over.epoch)
+    handed_over.epoch, other = 0, handed_over.transport.merger
+    other.commit(other.acquire("other", 30.0) or 0, samples.commit([], counts={"merged": 3}))
+    assert totals(mergers, reader) == (1, 3)
+    monkeypatch.setattr(reader, "heads", Mock(side_effect=UnreachableError("its server is away")))
+    assert totals(mergers, reader) == (0, 0), "those of the shards when this process served them"
