@@ -238,12 +238,14 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
     if found.manifest:
         live = sum(presence.is_live for presence in found.presences)
         judged.append(checks.run_memory(found.manifest, len(shards), live, facts.info))
+    is_part = found.manifest is not None and len(shards) < found.manifest.shards
+    which, own = numbered("shard", shards) if is_part else "", [node] if node else []
+    placed = checks.topology(kind, nodes if is_first else own, facts.settings.get("min-replicas-to-write", ""), which)
     if is_first:
-        found.findings += judged
-        found.findings += checks.topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
+        found.findings += [*judged, *placed]
         return
-    which = numbered("shard", shards)
-    found.findings.append(ok("shards", f"The server {node.where if node else host} holds {which} of the run."))
+    found.findings += [ok("shards", checks.place_in_words(each, which)) for each in own]
+    judged += placed
     found.findings += [
         dataclasses.replace(each, what=f"The server of {which}: {each.what}") for each in judged if each.level != "ok"
     ]

@@ -226,14 +226,15 @@ def privacy(needs_password: bool | None, host: str, *, has_tls: bool) -> Iterato
 _NAMES = {"server": "one server", "cluster": "a Redis Cluster", "sentinel": "a primary that Sentinels watch"}
 
 
-def topology(kind: Kind, nodes: Sequence[NodeFacts], min_replicas: str) -> Iterator[Finding]:
+def topology(kind: Kind, nodes: Sequence[NodeFacts], min_replicas: str, shards: str = "") -> Iterator[Finding]:
     """Yield the findings about all servers of an address: copies, and what a failover would lose.
 
-    `min_replicas` is the setting of the primary that holds the run; it is empty if that does not tell.
+    Args:
+        min_replicas: The setting of the primary that holds the run; empty if that does not tell.
+        shards: The shards that this primary holds, if others hold some, too.
     """
     holder = next((node for node in nodes if node.is_holder), None)
-    copies = f", {_count(holder.replicas)} of it" if holder else ""
-    where = f" This run's keys lie on {holder.where}{copies}." if holder and kind != "server" else ""
+    where = f" {place_in_words(holder, shards)}" if holder and kind != "server" else ""
     primaries, others = sum(node.is_primary for node in nodes), sum(bool(node.primary) for node in nodes)
     seen = f" of {primaries} primaries and {_count(others)}" if kind == "cluster" else ""
     yield ok("topology", f"The address names {_NAMES[kind]}{seen}.{where}")
@@ -267,6 +268,11 @@ def topology(kind: Kind, nodes: Sequence[NodeFacts], min_replicas: str) -> Itera
                 "data at its memory limit or when it restarts.",
                 f"CONFIG SET maxmemory-policy {KEEPS_ALL} and appendonly yes there, and set them in its file.",
             )
+
+
+def place_in_words(holder: NodeFacts, shards: str) -> str:
+    of = f" of {shards}" if shards else ""
+    return f"This run's keys{of} lie on {holder.where}, {_count(holder.replicas)} of it."
 
 
 def _count(replicas: int) -> str:

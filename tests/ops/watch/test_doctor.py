@@ -227,15 +227,19 @@ def test_doctor_looks_at_each_node_of_a_cluster(cluster: Cluster) -> None:
 def test_doctor_checks_every_server_that_holds_a_shard(cluster: Cluster) -> None:
     runs = (f"run-{uuid.uuid4().hex[:8]}" for _ in range(1000))
     nodes = {run: [cluster.holder(Keys(run, shard).manifest) for shard in range(2)] for run in islice(runs, 100)}
-    run, other = next((run, there) for run, (here, there) in nodes.items() if here is not there)
+    run, (first, other) = next((run, (here, there)) for run, (here, there) in nodes.items() if here is not there)
     transport = connect(cluster.url, run)
     create_sharded(transport)
     other.client.config_set("maxmemory-policy", "allkeys-lru")
     try:
-        found = {each.code: each.what for each in main.check_server(cluster.url, run, 0.0).findings}
+        findings = main.check_server(cluster.url, run, 0.0).findings
     finally:
         other.client.config_set("maxmemory-policy", "noeviction")
-    assert f":{other.port} holds shard 1 of the run." in found["shards.ok"]
+    found = {each.code: each.what for each in findings}
+    assert f"keys of shard 0 lie on 127.0.0.1:{first.port}, 0 replicas" in found["topology.ok"]
+    assert f"keys of shard 1 lie on 127.0.0.1:{other.port}, 0 replicas" in found["shards.ok"]
+    assert [each.code for each in findings].count("topology.no-replica") == 2
+    assert found["topology.no-replica"].startswith("The server of shard 1: No replica follows ")
     assert found["eviction.policy"].startswith("The server of shard 1: ")
     assert command(["rm", run, cluster.url, "--yes"]) == 0
     assert not any(run.encode() in key for node in cluster.nodes for key in node.client.keys("*"))
