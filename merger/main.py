@@ -6,12 +6,12 @@ import logging
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from archipelago.broker.errors import BrokerError, UnknownRunError, WireError, require_number
 from archipelago.broker.files import make_untracked
@@ -28,9 +28,6 @@ from archipelago.broker.shards.reader import Bounded
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import ReaderClient
 from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder, tell_refusal
-
-if TYPE_CHECKING:
-    from archipelago.merger.service import Merger
 
 LINGER_SECONDS = 0.5
 #: A lease must outlast a wait for contributions. Redis takes one of more than a day for damage.
@@ -169,22 +166,19 @@ def main(options: MergerOptions) -> int:
     else:
         log.info("leaving, and was a standby")
     if options.json:
-        closed, merged = totals(mergers, whole(transport, manifest).reader)
+        merged = sum(merger.state.merged for merger in mergers)
+        if not is_finished:  # then another process may have gone on with shards that this one has served
+            closed, merged = totals(whole(transport, manifest).reader) or (closed, merged)
         print_json({"run": transport.run, "round": closed, "merged": merged, "finished": is_finished})
     return 0 if is_finished else options.stopped_status
 
 
-def totals(mergers: Sequence[Merger], reader: ReaderClient) -> tuple[int, int]:
-    """Return the run's newest round and the number of its merged contributions.
-
-    Another process may have gone on with the shards that this one does not serve at its end. So Redis is asked; if it
-    does not answer, the figures are those of the shards when this process served them.
-    """
-    if not all(merger.epoch for merger in mergers):
-        with suppress(BrokerError, WireError):
-            heads, counters = Bounded()(lambda: (reader.heads(), reader.counters()))
-            return max((head.round for head in heads if head), default=0), counters.merged
-    return max(merger.state.closed for merger in mergers), sum(merger.state.merged for merger in mergers)
+def totals(reader: ReaderClient) -> tuple[int, int] | None:
+    """Return the run's newest round and the number of its merged contributions; None if Redis does not answer."""
+    with suppress(BrokerError, WireError):
+        heads, counters = Bounded()(lambda: (reader.heads(), reader.counters()))
+        return max((head.round for head in heads if head), default=0), counters.merged
+    return None
 
 
 # -- what a merger tells of its rounds --------------------------------------------------------------------------------
