@@ -96,12 +96,16 @@ class MergerFolder:
         if manifest.shards > 1:
             # Other servers, and the bucket, may hang.
             aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
-            readers: list[ReaderClient] = [of_shard(transport, manifest, k).reader for k in range(manifest.shards)]
-            listed, bounded = Bounded(aside), [cast(ReaderClient, BoundedReader(reader, aside)) for reader in readers]
-            own = manifest.shard or 0
-            bounded[own] = readers[own]
-            parts = Parts(bounded, lambda number: listed(lambda: self._missing(number), number))
-            leading, following = (None, Following(bounded[0])) if own else (Leading(bounded[0], parts), None)
+            listed, own = Bounded(aside), manifest.shard or 0
+
+            def reader(k: int) -> ReaderClient:
+                found = of_shard(transport, manifest, k).reader
+                return found if k == own else cast(ReaderClient, BoundedReader(found, aside))
+
+            every = [reader(k) for k in range(manifest.shards)]
+            parts = Parts(every, lambda number: listed(lambda: self._missing(number), number))
+            # A reader of its own, because one that reads from two positions in turn takes replayed events for new ones.
+            leading, following = (None, Following(reader(0))) if own else (Leading(every[0], parts), None)
         copies, spawn = spawn is None, spawn or in_background("checkpoint", 1)
         return Checkpointer(
             transport, self.store, recorder, every_seconds, spawn, copier, parts, leading, following, copies=copies
