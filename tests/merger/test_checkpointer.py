@@ -15,7 +15,7 @@ from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.messages import Marker
 from archipelago.broker.transport import Transport
 from archipelago.merger import record
-from archipelago.merger.checkpoint_cut import Parts
+from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Parts
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.committing import ENTRY_BYTES
 from archipelago.merger.executor import at_once
@@ -72,6 +72,19 @@ def test_at_the_end_no_other_checkpoint_is_taken_while_an_answer_is_on_its_way()
     for is_last, expected in ((True, 0), (False, 1)):
         checkpointer.take_if_due(merger.state, "", 31.0, is_last=is_last, is_crowded=False)
         assert len(store.images) == expected
+
+
+def test_a_shard_has_ended_only_with_the_others_at_which_it_looks_rarely() -> None:
+    store, run = Shelf(), MergerRun(quorum=2)
+    merger = serving(run, store)
+    checkpointer = merger.checkpointer
+    assert checkpointer is not None
+    parts = Parts([run.transport.reader], lambda number: [])
+    parts.lacks = Mock(side_effect=[True, False])  # type: ignore[method-assign]
+    parts.has_backlog = Mock(side_effect=[True, False, False])  # type: ignore[method-assign]
+    checkpointer.parts = parts
+    times = [0.0, 0.5 * LOOK_SECONDS, LOOK_SECONDS, 1.5 * LOOK_SECONDS, 2 * LOOK_SECONDS]
+    assert [checkpointer.has_all(merger.state, now) for now in times] == [False, False, False, False, True]
 
 
 # -- schedule --------------------------------------------------------------------------------------------------------
