@@ -103,11 +103,19 @@ def interruptible() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
+class StoppedWaiting(KeyboardInterrupt):
+    """A signal has ended a worker's wait for its Redis. `status` is the exit status of the worker."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status = status
+
+
 def guarded(main: Callable[[], int], *, supervised: bool = False) -> int:
     """Run `main` and return its exit status.
 
     An ArchipelagoError, and an error of a disk or a folder, becomes a message on standard error and status 2. Ctrl-C
-    becomes status 130.
+    becomes status 130, and StoppedWaiting its own.
 
     Args:
         supervised: Whether a supervisor restarts this process. Errors that a restart may end then have other statuses:
@@ -121,7 +129,7 @@ def guarded(main: Callable[[], int], *, supervised: bool = False) -> int:
         if _interrupted.is_set() or isinstance(error, KeyboardInterrupt):
             _interrupted.clear()
             sys.stderr.write("interrupted\n")
-            return INTERRUPTED
+            return error.status if isinstance(error, StoppedWaiting) else INTERRUPTED
         if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has closed it
             sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - the interpreter flushes it at exit
             return 0
@@ -259,8 +267,10 @@ class Patience:
         stopped: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
+        stopped_status: int = INTERRUPTED,
     ) -> None:
         self.seconds, self.stopped, self.clock, self.pause = seconds, stopped, clock, pause
+        self.stopped_status = stopped_status
 
     def __call__(self, call: Callable[[], T], *, for_run: bool = False) -> T:
         """Return the result of `call`.
@@ -271,7 +281,7 @@ class Patience:
         Raises:
             UnreachableError, UnknownRunError, WireError: The last one, when the time is over. Every other error is
                 raised at once.
-            KeyboardInterrupt: A signal has arrived.
+            StoppedWaiting: A signal has arrived.
         """
         gives_up_at = math.inf
         while True:
@@ -286,7 +296,7 @@ class Patience:
                     if self.seconds > 0:
                         log.warning("%s Trying again for %g s.", error, self.seconds)
                 if self.stopped():
-                    raise KeyboardInterrupt from error
+                    raise StoppedWaiting(self.stopped_status) from error
                 if self.clock() >= gives_up_at:
                     raise error.with_traceback(None) from None  # the sentence says what the library has said
             self.pause(PAUSE_SECONDS)
@@ -336,7 +346,7 @@ class AwaitedRun(RunAddress):
     def patience(self, stopped: Callable[[], bool]) -> Patience:
         """Return the Patience for a worker's first calls. Once it runs, a worker handles outages itself."""
         require_number("--wait-seconds", self.wait_seconds, "Give a number of seconds, or 0.")
-        return Patience(self.wait_seconds, stopped)
+        return Patience(self.wait_seconds, stopped, stopped_status=self.stopped_status)
 
 
 def connect_to(url: str | None, run: str | None) -> RedisTransport:

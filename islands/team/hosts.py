@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError
 from archipelago.broker.manifest import installed_versions
 from archipelago.broker.observe import logs
-from archipelago.broker.process import FAILED, INTERRUPTED, OUTAGE, keep_compiled, supervised_status
+from archipelago.broker.process import FAILED, INTERRUPTED, OUTAGE, StoppedWaiting, keep_compiled, supervised_status
 from archipelago.islands.options import IslandOptions, own_task, require_valid
 from archipelago.islands.running import end_of_imports, run_island
 from archipelago.islands.team.protocol import OTHER_FAILED, Said, leader_left
@@ -182,7 +182,7 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
 
     end_of_imports()
     team = connected(options, here)
-    manifest = team.share_manifest(None, _led(team.exchange(Said())).about)
+    manifest = team.share_manifest(None, _led(team.exchange(Said()), options).about)
     try:
         prepared = prepared_for(options, manifest, own_task(options, manifest))
         sample = prepared.sample()
@@ -195,13 +195,13 @@ def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool])
         said = follow(team, computation, sample, stopped)
     except Exception as error:  # noqa: BLE001 - whatever it is, the leader does not hear of it
         _end_now(error)
-    return _led(said).about
+    return _led(said, options).about
 
 
-def _led(said: Said) -> Said:
+def _led(said: Said, options: IslandOptions) -> Said:
     """Return what the leader has said. Raise an error if it has left because of one."""
     if said.has_left == INTERRUPTED:
-        raise KeyboardInterrupt
+        raise StoppedWaiting(options.stopped_status)
     if said.has_left:
         raise leader_left(said.has_left)
     return said

@@ -19,6 +19,7 @@ from archipelago.broker.process import (
     AwaitedRun,
     Patience,
     compiled_once,
+    guarded,
     keep_compiled,
 )
 from tests.failing import failing
@@ -70,6 +71,8 @@ def test_a_signal_ends_the_repetitions() -> None:
     with pytest.raises(KeyboardInterrupt):
         outage.patience(30.0, stops_at=101.0)(outage.answer)
     assert outage.now == 101.0
+    awaited = AwaitedRun(stopped_status=75).patience(lambda: True)
+    assert guarded(lambda: len(awaited(outage.answer))) == 75
 
 
 def test_an_error_that_waiting_cannot_fix_is_raised_at_once() -> None:

@@ -8,9 +8,11 @@ from queue import SimpleQueue
 import pytest
 
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.process import INTERRUPTED, StoppedWaiting
 from archipelago.islands.options import IslandOptions
 from archipelago.islands.team import hosts, jax_team
 from archipelago.islands.team.hosts import HostRank, alike, host_rank
+from archipelago.islands.team.protocol import Said
 from tests.failing import failing
 
 
@@ -49,3 +51,9 @@ def test_a_process_that_waits_in_vain_ends_with_an_error(monkeypatch: pytest.Mon
 def test_processes_of_one_island_have_the_same_number_of_hosts() -> None:
     two, three = (alike(IslandOptions(), HostRank("node0:9000", hosts, 1)) for hosts in (2, 3))
     assert two == alike(IslandOptions(), HostRank("node0:9000", 2, 0)) != three
+
+
+def test_a_host_whose_leader_was_stopped_while_it_waited_has_its_own_status() -> None:
+    with pytest.raises(StoppedWaiting) as found:
+        hosts._led(Said(has_left=INTERRUPTED), IslandOptions(stopped_status=75))
+    assert found.value.status == 75
