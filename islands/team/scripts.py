@@ -127,11 +127,13 @@ class Leading(Session):
 
     def __enter__(self) -> Self:
         """Join the run together with the others."""
-        self._team = self._new_team(_join_call(self._run, self._evaluate))
+        self._stop.watch()  # at once, because `jax.distributed` takes the signal, and nobody hears of it
         try:
+            self._team = self._new_team(_join_call(self._run, self._evaluate))
             super().__enter__()
         except BaseException:
             self._tell_of_error()
+            self._stop.release()
             raise
         try:
             self._said = self._team.exchange(self._own_clock())
@@ -231,9 +233,13 @@ class Following(Joined):
 
     def __enter__(self) -> Self:
         """Take the parameters and the optimiser's state from the leader. Raises ConfigError (`loop.leader-left`)."""
-        self._team = self._new_team(_join_call(self._run, self._evaluate))
-        self._hear()
-        self._stop.watch()
+        self._stop.watch()  # as in the leader
+        try:
+            self._team = self._new_team(_join_call(self._run, self._evaluate))
+            self._hear()
+        except BaseException:
+            self._stop.release()
+            raise
         return self
 
     def __exit__(

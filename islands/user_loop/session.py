@@ -51,7 +51,7 @@ class Session(Membership):
         show_unless_set_up()
         super().__init__(
             run, lambda: island_name(url, island), lambda: connect_to(url, checked_name(run, "the run name")),
-            Patience(wait_seconds, lambda: False),
+            Patience(wait_seconds, lambda: self._stop.has_arrived),
         )  # fmt: skip
 
     # -- what a framework adds ----------------------------------------------------------------------------------------
