@@ -85,7 +85,7 @@ def create(
     for leaf, values in leaves.items():
         require_values(leaf, values)
     tensors = layout.tensors(kinds_by(kinds))
-    made = partial(create_run, url, name, config, shards, tensors, wait_seconds=wait_seconds)
+    made = partial(create_run, url, name, config, shards, tensors, wait_seconds=wait_seconds, unmerged=layout.unmerged)
     if layout.is_spread:
         from archipelago.islands.user_loop.parallel import create_spread
 
@@ -180,6 +180,7 @@ class JoinedRun(Session):
 
     def _tensors(self, manifest: Manifest) -> Sequence[Tensor]:
         self._parameters.choose(manifest)
+        self._unmerged = self._parameters.layout.unmerged
         return self._parameters.layout.tensors(lambda name: "rest")
 
     def _frozen(self) -> Sequence[FrozenValues]:

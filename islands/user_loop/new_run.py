@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,7 @@ def create_run(
     frozen: Frozen,
     model_config: str = "",
     wait_seconds: float = 30.0,
+    unmerged: Collection[str] = (),
 ) -> bool:
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
@@ -60,6 +61,7 @@ def create_run(
         frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
             because `join` compares them.
         model_config: The settings of a model of `transformers` as JSON, for exports.
+        unmerged: The names of tensors whose type is not merged.
     """
     run = checked_name(name, "the run name")
     fragments = balanced(tensors, config.sync.fragments)
@@ -70,12 +72,14 @@ def create_run(
     with closing(awaited(lambda: connect_to(url, run))) as transport:
         with suppress(UnknownRunError):  # which a server can say once it has loaded its data
             awaited(transport.reader.manifest)
-        return _create(transport, manifest, first, frozen)
+        return _create(transport, manifest, first, frozen, unmerged)
 
 
-def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen: Frozen) -> bool:
+def _create(
+    transport: Transport, manifest: Manifest, first: FirstValues, frozen: Frozen, unmerged: Collection[str]
+) -> bool:
     with suppress(UnknownRunError):
-        require_same(transport.reader.manifest(), manifest)
+        require_same(transport.reader.manifest(), manifest, unmerged)
         if not transport.reader.is_served() and (why := refusal(transport.reader)):
             log.warning("the run %r exists, and its merger does not serve it: %s", manifest.run, why)
         return False
@@ -85,15 +89,15 @@ def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen
     try:
         create(transport, manifest, first_snapshots(manifest, first))
     except RunExistsError:  # another process was faster
-        require_same(transport.reader.manifest(), manifest)
+        require_same(transport.reader.manifest(), manifest, unmerged)
         return False
     warn_of_few_syncs(log, manifest.config.inner.steps / manifest.config.sync.interval, "will have")
     return True
 
 
-def require_same(found: Manifest, own: Manifest) -> None:
+def require_same(found: Manifest, own: Manifest, unmerged: Collection[str]) -> None:
     """Raise MismatchError unless a run that exists has these tensors and settings."""
-    require_same_tensors(found, own.tensors)
+    require_same_tensors(found, own.tensors, unmerged=unmerged)
     require_shards(found, own.shards)
     changed = differences(found.config, own.config)
     kinds = {t.name: t.kind for t in own.tensors}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -38,6 +38,8 @@ class Session(Membership):
     _state: Any
     #: Whether newcomers may ask for the state.
     _gives_state: bool
+    #: The names of parameters whose type is not merged.
+    _unmerged: Collection[str] = ()
     _evaluator: LoopEvaluator | None = None
     #: How long to wait for the last rounds before the final evaluation.
     _merge_seconds = MERGED_SECONDS
@@ -165,7 +167,7 @@ class Session(Membership):
     def _accept(self, transport: IslandTransport, manifest: Manifest, name: str) -> None:
         """Raise MismatchError unless the tensors that are trained, and those that are not, are those of the run."""
         tensors, frozen = self._tensors(manifest), self._frozen()
-        require_same_tensors(manifest, tensors, [values.name for values in frozen])
+        require_same_tensors(manifest, tensors, [values.name for values in frozen], self._unmerged)
         if not (frozen or manifest.frozen):
             return
         with progress(f"comparing {len(frozen):,} frozen tensors with those of the run"):

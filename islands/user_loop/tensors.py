@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import get_args
 
 from archipelago.broker.errors import ConfigError, MismatchError
@@ -49,9 +49,14 @@ def _checked(kind: TensorKind, name: str) -> TensorKind:
     return kind
 
 
-def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: Sequence[str] = ()) -> None:
-    """Raise MismatchError (`loop.other-tensors`), which says how, unless the trained tensors are those of the run."""
-    require_equal_tensors(f"the run {manifest.run!r}", manifest.tensors, tensors, manifest.frozen, frozen)
+def require_same_tensors(
+    manifest: Manifest, tensors: Sequence[Tensor], frozen: Collection[str] = (), unmerged: Collection[str] = ()
+) -> None:
+    """Raise MismatchError (`loop.other-tensors`), which says how, unless the trained tensors are those of the run.
+
+    `unmerged` are the names of tensors that are here, and whose type is not merged.
+    """
+    require_equal_tensors(f"the run {manifest.run!r}", manifest.tensors, tensors, manifest.frozen, frozen, unmerged)
 
 
 def require_equal_tensors(
@@ -59,10 +64,11 @@ def require_equal_tensors(
     theirs: Sequence[Tensor],
     tensors: Sequence[Tensor],
     frozen_theirs: Sequence[FrozenTensor] = (),
-    frozen: Sequence[str] = (),
+    frozen: Collection[str] = (),
+    unmerged: Collection[str] = (),
 ) -> None:
     """Do the same for the tensors of a run or file, which `whose` names."""
-    frozen_here, frozen_there = {*frozen}, {tensor.name for tensor in frozen_theirs}
+    frozen_there = {tensor.name for tensor in frozen_theirs}
     run, own = ({tensor.name: tensor.shape for tensor in each} for each in (theirs, tensors))
     if run == own:
         return
@@ -71,10 +77,9 @@ def require_equal_tensors(
         for name in sorted(run.keys() & own.keys())
         if run[name] != own[name]
     ]
-    missing = [
-        f"{name} {_shape(run[name])} is {'trained in the run, and frozen here' if name in frozen_here else 'missing'}"
-        for name in sorted(run.keys() - own.keys())
-    ]
+    why = dict.fromkeys(unmerged, "of a type here that is not merged, so it stays the island's own")
+    why |= dict.fromkeys(frozen, "trained in the run, and frozen here")
+    missing = [f"{name} {_shape(run[name])} is {why.get(name, 'missing')}" for name in sorted(run.keys() - own.keys())]
     more = [
         f"{name} {_shape(own[name])} is {'trained here, and frozen' if name in frozen_there else 'not'} in the run"
         for name in sorted(own.keys() - run.keys())

@@ -93,6 +93,11 @@ class TreeLayout:
         """Whether the leaves are spread over several processes."""
         return _is_spread(next(iter(self.templates.values())))
 
+    @property
+    def unmerged(self) -> set[str]:
+        """The names of the leaves whose type is not merged."""
+        return self.own.keys() - self.frozen.keys()
+
     def leaves_of(self, tree: Any) -> dict[str, Any]:
         """Return the merged leaves of a tree of this layout, by name."""
         leaves = jax.tree.leaves(tree)

@@ -14,7 +14,7 @@ import pytest
 
 from archipelago import create, join
 from archipelago.broker.config import STEPS_MAX
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ConfigError, MismatchError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.islands.sync import recovery
 from archipelago.islands.user_loop.parameters import LoopState
@@ -53,6 +53,16 @@ def test_a_tree_that_cannot_be_merged_is_refused() -> None:
             create("fakeredis://never", "own", params, steps=10)
         with failing(ConfigError, code):
             join("fakeredis://never", "own", params)
+
+
+def test_a_leaf_whose_type_is_not_merged_is_not_said_to_be_missing() -> None:
+    url, params = "fakeredis://types", {"a": jnp.ones(4), "b": jnp.ones(2)}
+    create(url, "own", params, steps=10)
+    for own, is_missing in ({"a": jnp.ones(4), "b": jnp.arange(2)}, False), ({"a": jnp.ones(4)}, True):
+        for refused in (lambda own=own: create(url, "own", own, steps=10), join(url, "own", own).__enter__):
+            with failing(MismatchError, "loop.other-tensors") as caught:
+                refused()
+            assert ("b [2] is missing" in caught.value.what) == is_missing
 
 
 def test_dataclasses_and_variables_have_readable_names() -> None:
