@@ -40,8 +40,8 @@ class Task:
 
     Attributes:
         init: From a seed to the first parameters: any tree of arrays whose leaves have names. Leaves of float32,
-            bfloat16 and float16 are trained and merged, in float32; `loss` gets them in their own dtype. Others stay
-            as they are.
+            bfloat16 and float16 are trained and merged, in float32; `loss` gets them in their own dtype. Other
+            floating-point types are refused, and all other leaves stay as they are.
         loss: From parameters and a batch to the loss to minimise, a scalar; or to a pair of the loss to report and a
             penalty that training adds to it. It is compiled and differentiated by JAX.
         batches: From a `TaskRun` to an endless iterable of batches: trees of arrays, all of the same shapes and dtypes.

@@ -50,8 +50,8 @@ def create(
         url: The URL of the Redis (redis://HOST:PORT); None for $ARCHIPELAGO_URL.
         name: The name of the run.
         params: A tree of arrays: a dictionary, an `nnx.State`, or any other pytree with names. Leaves of float32,
-            bfloat16 and float16 are merged, in float32. Others stay each island's own. If its arrays are spread over
-            the processes of `jax.distributed`, all of them call this.
+            bfloat16 and float16 are merged, in float32. Those that are not floating-point stay each island's own. If
+            its arrays are spread over the processes of `jax.distributed`, all of them call this.
         steps: The length of the run in global inner steps, which count the steps of the fastest island.
         sync: How often islands contribute.
         merge: The rules that merge the contributions of a round.

@@ -1,7 +1,7 @@
 """Trees of JAX arrays: the names of their leaves, those that are merged, and those that are not trained.
 
-Leaves of float32, bfloat16 and float16 are merged, in float32. All others stay the island's own. If only some leaves
-are trained, the other weights are frozen.
+Leaves of float32, bfloat16 and float16 are merged, in float32. Other floating-point leaves are refused, and all others
+stay the island's own. If only some leaves are trained, the other weights are frozen.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _is_merged(name: str, leaf: Any) -> bool:
     if dtype not in MERGED_DTYPES:
         raise ConfigError(
             f"the leaf {name!r} is of {dtype}, which is not merged",
-            "Convert it to float32, bfloat16 or float16. `create` and `join` can leave it out, by `trained`.",
+            "Convert it to float32, bfloat16 or float16, or keep it out of the tree. A script freezes it by `trained`.",
             code="loop.dtype",
         )
     return True

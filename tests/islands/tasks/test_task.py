@@ -116,6 +116,7 @@ MISTAKES = [
     ("task = Task({}, loss, batches)", "task.init"),
     ("task = Task(lambda seed: 1 / 0, loss, batches)", "task.init"),
     ("task = Task(lambda seed: {'w': np.ones(3, int)}, loss, batches)", "loop.nothing"),
+    ("task = Task(lambda seed: {'w': np.ones(3)}, loss, batches)", "loop.dtype"),
     ("task = Task(lambda seed: jnp.ones(3), loss, batches)", "loop.unnamed"),
     ("task = Task(init, lambda params, batch: batch @ params['w'], batches)", "task.loss"),
     ("task = Task(init, lambda params, batch: jnp.int32(3), batches)", "task.loss"),

@@ -49,8 +49,9 @@ def test_a_tree_that_cannot_be_merged_is_refused() -> None:
         ({"w": np.ones(4)}, "loop.dtype"),
     ]
     for params, code in wrongs:
-        with failing(ConfigError, code):
+        with failing(ConfigError, code) as caught:
             create("fakeredis://never", "own", params, steps=10)
+        assert "`create`" not in caught.value.remedy, "tasks raise the same errors"
         with failing(ConfigError, code):
             join("fakeredis://never", "own", params)
 
