@@ -85,6 +85,7 @@ class OptimizerState:
 
     Attributes:
         can_travel: Whether a peer can use this state.
+        was_there: Whether the script had loaded or made some of it before it joined.
         entries: All values of the state, once they are known.
     """
 
@@ -93,7 +94,7 @@ class OptimizerState:
         self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self.entries: tuple[StateEntry, ...] = ()
-        self.can_travel = False
+        self.can_travel = self.was_there = False
         for optimizer in optimizers:
             if not any(id(p) in self._names for group in optimizer.param_groups for p in group["params"]):
                 raise ConfigError(
@@ -107,6 +108,7 @@ class OptimizerState:
 
         Gradients, options and attributes of the optimisers are afterwards as they were, but for what attributes hold.
         """
+        self.was_there = any(optimizer.state for optimizer in self._optimizers)
         fresh = [(optimizer, dict(vars(optimizer))) for optimizer in self._optimizers if not optimizer.state]
         try:
             for optimizer, _ in fresh:

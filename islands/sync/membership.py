@@ -196,7 +196,7 @@ class Membership(Joined):
 
     @property
     def optimizer_origin(self) -> str:
-        """The origin of the inner optimiser's state: `fresh`, the name of a peer, or the own checkpoint."""
+        """The origin of the inner optimiser's state: `fresh`, a peer, the own checkpoint, or the script's own."""
         return "fresh" if self._loop is None else self._loop.optimizer_origin
 
     # -- leaving ------------------------------------------------------------------------------------------------------

@@ -178,7 +178,10 @@ class Session(Membership):
         replica = self._place(manifest, [arrival.params_N for arrival in arrivals])
         decode = self._state.decode if self._state is not None and self._state.can_travel else None
         optimizer = OptimizerAccess(self._state_copies if self._gives_state else None, decode, self._use_state)
-        return Participant(
+        loop = Participant(
             name, manifest, link, replica, self._parameters, arrivals, self._device_name(), optimizer, link.clock,
             self._incarnation,
         )  # fmt: skip
+        if getattr(self._state, "was_there", False):  # only PyTorch can tell
+            loop.optimizer_origin = "the script's own"
+        return loop

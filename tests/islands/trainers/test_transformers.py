@@ -163,6 +163,7 @@ def test_a_checkpoint_of_the_trainer_gives_way_to_the_run(url: str, caplog: pyte
     with served(url):
         trainer([callback, Seen()], **options).train(resume_from_checkpoint="out/checkpoint-2")
     assert "trainer.resumed" in codes(caplog)
+    assert callback.island._run.optimizer_origin == "the script's own"
 
 
 def test_adapters_are_trained_and_the_base_is_compared(url: str) -> None:
