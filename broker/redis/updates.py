@@ -223,7 +223,7 @@ class UpdatesConsumer:
         return self.taken(names, answer)
 
     def _skip_other_keys(self, keys: Sequence[str]) -> None:
-        """Read the keys that are no streams no more, until `rewind` or `read_again`."""
+        """Stop reading the keys that are not streams, until `rewind` or `read_again`."""
         found = self._connection.tolerant(*(("type", key) for key in keys))
         for key, kind in zip(keys, found, strict=True):
             if kind not in (b"stream", b"none"):
