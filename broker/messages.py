@@ -262,7 +262,7 @@ class TapeEntry:
         loss: Mean of the members' losses, weighted by tokens.
         digest: The digest of the published parameters' float32 bytes.
         members: The merged contributions.
-        unix_seconds: The merger's wall clock at the close; 0 if it was not recorded.
+        unix_seconds: The clock of the Redis at the close; 0 if it was not recorded.
         merge_seconds: Time that the close spent on weights, merge and outer step.
         spectra_seconds: The part of it that changed spectra of matrices.
         busy_seconds: Time since the previous close in which the merger did not wait for contributions.
@@ -298,7 +298,7 @@ class Evaluation:
 
     Attributes:
         tokens: Tokens merged until then, each counted once.
-        unix_seconds: The wall clock of the process that evaluated.
+        unix_seconds: When, by the clock of the Redis.
         bits_per_byte: The loss. Of a task or a script, it is in bits instead of nats (`broker.manifest` converts it).
         by: The island that evaluated; empty if `up` measured the end of the run.
     """
@@ -316,7 +316,7 @@ class Note:
     """Something that happened to the run, in words for an operator.
 
     Attributes:
-        unix_seconds: The wall clock of the process that wrote the note.
+        unix_seconds: When, by the clock of the Redis.
         who: An island's name, or `merger`.
         kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
             `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`, `checkpoint`, COPIED,

@@ -215,6 +215,12 @@ class ReaderClient(Protocol):
     def is_served(self) -> bool:
         """Return whether a merger holds the lease of the run."""
 
+    def clock_ahead(self) -> float:
+        """Return by how many seconds the broker's clock is ahead of this machine's; 0 if they are about the same.
+
+        Notes, evaluations and the tape have the times of the broker's clock, because those of machines may be wrong.
+        """
+
     def merger_status(self) -> MergerStatus | None:
         """Return which merger serves the run now; None from a broker that does not record it, as in virtual time."""
 

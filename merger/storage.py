@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -41,10 +42,10 @@ OTHER_RUN = "broker.other-run"
 log = logging.getLogger(__name__)
 
 
-def tell_refusal(transport: RedisTransport, text: str) -> None:
+def tell_refusal(transport: RedisTransport, text: str, wall: Callable[[], float] = time.time) -> None:
     """Leave a note for the run's scripts, its islands and the page that says why no merger serves it."""
     with suppress(BrokerError):
-        transport.reader.note(Note(transport.reader.server_ms() / 1000, "merger", REFUSED, text[:NOTE_MAX]))
+        transport.reader.note(Note(wall(), "merger", REFUSED, text[:NOTE_MAX]))
 
 
 class MergerFolder:

@@ -211,6 +211,9 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return run.is_served(self._broker.clock())
 
+    def clock_ahead(self) -> float:
+        return 0.0
+
     def merger_status(self) -> MergerStatus | None:
         return None
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -27,7 +28,7 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.redis.connection import checked
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import ChangedError, Lease
-from archipelago.broker.redis.reader import RedisReader
+from archipelago.broker.redis.reader import RedisReader, ahead_of_here
 from archipelago.broker.redis.script import Command, Write
 from archipelago.broker.redis.stored_run import DIGEST, Compactions, RedisPlaced, hash_of, state_fields
 from archipelago.broker.redis.updates import IslandNames, UpdatesConsumer
@@ -58,6 +59,7 @@ class RedisMerger:
         self.lease = Lease(connection, stored)
         self.renew, self.release = self.lease.renew, self.lease.release
         self._stamps, self._signing = connection.stamps, connection.signing
+        self._clock_ahead = 0.0  # as `ReaderClient.clock_ahead`, when the run was looked at last
         self._compactions = Compactions(connection, chunks)
         self.outer = self._compactions.outer
 
@@ -95,6 +97,7 @@ class RedisMerger:
             if renewal:
                 self.lease.ask(pipe, renewal)
             if around:
+                pipe.time()
                 is_scanned = self._names.ask(pipe)
                 pipe.hgetall(self._keys.control)
                 take_presences = self._reader.ask_presences(pipe, names)
@@ -102,6 +105,9 @@ class RedisMerger:
             answers = iter(pipe.execute(raise_on_error=False))
             if renewal:
                 self.lease.answered(next(answers), renewal)
+            if around:
+                ((seconds, microseconds),) = checked([next(answers)])
+                self._clock_ahead = ahead_of_here(seconds + microseconds / 1e6)
             if is_scanned:
                 self._names.found(next(answers))
             if take_presences:
@@ -190,6 +196,7 @@ class RedisMerger:
         if placed:
             self._compactions.point(write, placed)
         failpoint("commit.placed")
+        tape = replace(commit.tape, unix_seconds=commit.tape.unix_seconds + self._clock_ahead)
         _, most = self._compactions.owned
         digests = {entry: self._updates.digests.pop(entry, "") for entry in dict.fromkeys(commit.entries)}
         is_small = sum(map(len, digests.values())) <= DIGITS_MAX
@@ -202,7 +209,7 @@ class RedisMerger:
         write.commands += [
             *self._forgotten(commit.trim),
             *self.derived(commit.cursors, commit.counts),
-            self.taped(commit.tape, commit.uncovered),
+            self.taped(tape, commit.uncovered),
             self._announced(epoch, commit.snapshot),
         ]
         self._write(epoch, write, commit.state, commit.after_round)

@@ -46,8 +46,10 @@ from archipelago.broker.wire import is_digest
 EVALUATIONS_EACH = 5_000
 #: A stream of an island's notes or evaluations that takes more memory is not read. Honest ones take a third at most.
 SAID_BYTES_MAX = 4 << 20
-#: How far the clock of an honest island may be ahead. A message of the future would stay the newest one.
+#: How far a message of an honest island may be ahead of the server's clock. One of the future would stay the newest.
 AHEAD_SECONDS = 3600.0
+#: Clocks of the server and of this machine that differ by no more than this are the same: an answer takes some time.
+SAME_SECONDS = 1.0
 #: An island's heartbeat that takes more memory at the server is not read. Honest ones take 6 kB.
 BEAT_BYTES_MAX = 1 << 16
 #: More standbys than this are not listed. Any member with the role of a merger can write the hash.
@@ -55,6 +57,12 @@ STANDBYS_LISTED_MAX = 64
 
 
 Said = TypeVar("Said", Note, Evaluation)
+
+
+def ahead_of_here(unix_seconds: float) -> float:
+    """Return by how many seconds a server's clock, which has just told this time, is ahead of this machine's."""
+    ahead = unix_seconds - time.time()
+    return ahead if abs(ahead) > SAME_SECONDS else 0.0
 
 
 class RedisReader:
@@ -273,10 +281,11 @@ class RedisReader:
     def _said(self, names: Sequence[str], kind: type[Said], count: int) -> Iterator[tuple[str, Said]]:
         """Yield the newest messages in the own streams of islands, each with its island. None is of the future."""
         keys = {name: self._keys.said(name)[kind is Evaluation] for name in names}
+        latest = time.time() + self.clock_ahead() + AHEAD_SECONDS
         for name, (entries,) in self._bounded(keys, SAID_BYTES_MAX, ("xrevrange", "+", "-", count)):
             if not isinstance(entries, Exception):
                 said = self._read(keys[name], kind, entries, lambda raw: None)
-                yield from ((name, each) for each in said if each.unix_seconds < time.time() + AHEAD_SECONDS)
+                yield from ((name, each) for each in said if each.unix_seconds < latest)
 
     def steer(self, changes: Mapping[str, str]) -> None:
         self.stored.require()
@@ -298,6 +307,7 @@ class RedisReader:
     def _say(self, message: Note | Evaluation, island: str, kept: int) -> None:
         """Append a message to the own stream of an island, or to that of the mergers if the name is empty."""
         keys = self._keys.said(island) if island else (self._keys.notes, self._keys.evaluations)
+        message = dataclasses.replace(message, unix_seconds=message.unix_seconds + self.clock_ahead())
         with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.xadd(keys[isinstance(message, Evaluation)], to_fields(message), maxlen=kept, approximate=False)
             if island:
@@ -319,6 +329,9 @@ class RedisReader:
         with self.connection.translated():
             seconds, microseconds = self._redis.time()
         return int(seconds) * 1000 + int(microseconds) // 1000
+
+    def clock_ahead(self) -> float:
+        return ahead_of_here(self.server_ms() / 1e3)
 
     def is_served(self) -> bool:
         with self.connection.translated():

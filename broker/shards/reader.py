@@ -108,7 +108,7 @@ class ShardedReader:
         self._readers, self._primary, self._layout = readers, first, manifest.shard_layout
         self.runs, self.uid, self.presences, self.cursors = first.runs, first.uid, first.presences, first.cursors
         self.evaluations, self.record_evaluation = first.evaluations, first.record_evaluation
-        self.control, self.note = first.control, first.note
+        self.control, self.note, self.clock_ahead = first.control, first.note, first.clock_ahead
         #: The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any.
         self.away: dict[int, str] = {}
 

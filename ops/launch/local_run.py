@@ -176,7 +176,7 @@ class LocalRun:
         """
         if not all(child.done or child.failed for child in self.islands):
             return True
-        now, latest, others = time.time(), self.watcher.latest, self._others()
+        now, latest, others = self.watcher.now(), self.watcher.latest, self._others()
         self._left_at, seen_at = self._left_at or now, latest.unix_seconds if latest else 0.0
         if now - max(self._left_at, seen_at) > AWAY_SECONDS:
             return False

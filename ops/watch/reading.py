@@ -290,6 +290,7 @@ class Watcher:
         self._folder = shlex.quote(str(folder)) if folder else ""
         self._up = up_command(folder, transport.run) if folder and address == "URL" else ""
         self._outage: Outage | None = None
+        self._ahead = 0.0
         self.manifest, self.transport = opened(transport, for_display=True)
         self.history = History(self.manifest.shard_layout)
         #: The shards that the history lacks.
@@ -314,9 +315,13 @@ class Watcher:
     def outage(self) -> Outage | None:
         """Return why there is no new reading, if there is none. A reading that hangs is an outage."""
         last = self.latest
-        if self._outage is None and last and self.wall() - last.unix_seconds > PATIENCE_SECONDS:
+        if self._outage is None and last and self.now() - last.unix_seconds > PATIENCE_SECONDS:
             return Outage(SILENT, f"{CONTINUES} [{UnreachableError.code}]")
         return self._outage
+
+    def now(self) -> float:
+        """Return Unix seconds of the broker's clock, as far as it is known."""
+        return self.wall() + self._ahead
 
     def read(self) -> RunReading:
         """Return the run as Redis has it now. Raise BrokerError and WireError."""
@@ -328,8 +333,9 @@ class Watcher:
             self._state = self.transport.reader.merger_state()
             self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
         notes = self.transport.reader.notes(EVENTS_READ)
+        self._ahead = self.transport.reader.clock_ahead()
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, self._state)
-        view, now = replace(view, address=self._address, folder=self._folder, up=self._up), self.wall()
+        view, now = replace(view, address=self._address, folder=self._folder, up=self._up), self.now()
         return RunReading(
             view=view,
             unix_seconds=now,

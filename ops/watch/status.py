@@ -102,7 +102,7 @@ def _watch(found: FoundRun) -> None:
     watcher = Watcher(found.transport, RECENT_ROUNDS, found.address, folder=found.folder)
     with repeated(watcher.update, LOOK_SECONDS), Live(console=console, screen=True, auto_refresh=False) as live:
         while not stopped():
-            screen = live_screen(watcher.latest, watcher.outage(), time.time(), console.height)
+            screen = live_screen(watcher.latest, watcher.outage(), watcher.now(), console.height)
             live.update(screen, refresh=True)
             time.sleep(1.0 / FRAMES_A_SECOND)
 
@@ -117,7 +117,7 @@ def render(reading: RunReading) -> RenderableType:
         lines = [*lines[: ROWS - 1], Text(f"… and {len(lines) - ROWS + 1:,} more problems", style="dim")]
     state = state_line(reading)
     first = state_text(state, with_remedy=state.urgency == "idle")  # The lines of the problems have theirs.
-    return Group(first, run_lines(view), Islands(view, ROWS), *lines)
+    return Group(first, run_lines(view, reading.unix_seconds), Islands(view, ROWS), *lines)
 
 
 def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
@@ -132,7 +132,7 @@ def live_screen(reading: RunReading | None, outage: Outage | None, now: float, h
     if reading is None:
         return Group(*parts)
     view = reading.view
-    parts.append(run_lines(view, briefly=True))
+    parts.append(run_lines(view, now, briefly=True))
     recent = [each for each in reading.events if now - each.unix_seconds < _EVENT_SECONDS][-_EVENTS_SHOWN:]
     rows = max(_ISLANDS_LEAST, height - _OTHER_LINES - len(recent))
     return Group(*parts, Islands(view, rows), *(_event_line(each, now) for each in recent))
@@ -171,7 +171,7 @@ def line(reading: RunReading | None, outage: Outage | None = None) -> str:
     )
 
 
-def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
+def run_lines(view: RunView, now: float, *, briefly: bool = False) -> RenderableType:
     """Return the run in a few lines. `briefly` leaves out the accounts of tokens."""
     counters = view.counters
     grid = Table.grid(padding=(0, 2))
@@ -186,7 +186,7 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
     held_out = "" if math.isnan(view.held_out_last) else held_out
     grid.add_row("quality", f"{held_out}training loss {number(view.loss)}, in {view.unit}")
-    grid.add_row("", Text(printable(evaluated(view, time.time())), style="dim"))
+    grid.add_row("", Text(printable(evaluated(view, now)), style="dim"))
     grid.add_row(
         "islands",
         f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "

@@ -266,7 +266,7 @@ def test_islands_and_mergers_do_not_decide_by_the_wall_clock() -> None:
     """So storms need no clocks that jump. Logs and curves in `broker/observe` only show times.
 
     The default of an argument `wall` only makes time stamps. The stamps that order one member's messages need the
-    wall clock, and people are shown no notes of the future.
+    wall clock, and the reader puts a wrong clock right by that of the server.
     """
     needed = {"broker/redis/connection.py", "broker/redis/reader.py"}
     found = set()
