@@ -95,6 +95,8 @@ class RedisIsland:
     # -- the name ---------------------------------------------------------------------------------------------------
 
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
+        if not self._signing.is_on:
+            self._members.require_unsigned(afresh=True)  # before it takes the name from the member who trains under it
         key = self._keys.name(island)
 
         def claim(pipe: Any) -> NameClaim:

@@ -125,7 +125,7 @@ def verdict(view: RunView) -> str:
 
 
 def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
-    """Return what is wrong now, the worst first. `unix_seconds` is the reader's wall clock."""
+    """Return what is wrong now, the worst first. `unix_seconds` is the clock of the Redis."""
     unreachable = tuple(_unreachable_shards(view))
     few = [Problem("run.few-syncs", "warn", "run", fault, FEW_SYNCS_REMEDY)] if (fault := view.few_syncs) else []
     if not (view.unfinished or view.pending):

@@ -40,7 +40,7 @@ class RoundRow(NamedTuple):
         known: The largest number of islands that were known.
         live: The smallest number of live islands.
         participating: The smallest number of live islands that recent rounds had merged.
-        unix_seconds: When the last of the rounds closed, by the merger's clock.
+        unix_seconds: When the last of the rounds closed, by the clock of the Redis.
         step: The global step after the last of the rounds.
     """
 

@@ -329,6 +329,11 @@ def test_neither_a_stranger_serves_a_signed_run_nor_is_a_changed_manifest_used(r
     for stranger in (run.keys.plain(), run.keys.viewer()):
         with failing(ConfigError, "signature.no-key"):
             stranger.merger.acquire("stranger", 5.0)
+    name = run.redis_keys.name("island-0")
+    held = run.raw.get(name)
+    with failing(ConfigError, "signature.no-key"):
+        run.keys.plain().island.claim_name("island-0", "stranger")
+    assert run.raw.get(name) == held, "the member keeps its name"
     run.raw.hset(run.redis_keys.manifest, "versions", "{}")
     run.keys.plain().reader.manifest()
     with failing(ConfigError, "signature.manifest"):
