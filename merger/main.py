@@ -116,11 +116,10 @@ def main(options: MergerOptions) -> int:
     shards = [manifest.of_shard(shard) for shard in range(manifest.shards)]
     every, name, unit = options.checkpoint_every, merger_name(), loss_unit(manifest.corpus)
     compiled = Accelerator() if options.spectra == "gpu" else by_xla
-    mergers, checkpointers = [], []
+    mergers = []
     for shard, own_manifest in enumerate(shards):
         own = of_shard(transport, manifest, shard)
         checkpointer = folder.parts(manifest)[shard].checkpointer(own, own_manifest, every) if every > 0 else None
-        checkpointers.append(checkpointer)
         make = partial(
             Merger,  # reads the manifest
             own,
@@ -152,8 +151,8 @@ def main(options: MergerOptions) -> int:
     finally:
         health.leave()
         curves.close()
-        for checkpointer in filter(None, checkpointers):
-            checkpointer.close()
+        for merger in mergers:
+            merger.close()
     closed = max(merger.state.closed for merger in mergers)
     if is_finished:
         step = max(merger.state.step for merger in mergers)

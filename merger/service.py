@@ -12,12 +12,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
 from archipelago.broker.control import CHECKPOINT
-from archipelago.broker.errors import FencedError, WithdrawnError
+from archipelago.broker.errors import BrokerError, FencedError, WithdrawnError
 from archipelago.broker.messages import Marker, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport, ReaderTransport
@@ -386,8 +387,7 @@ class Merger:
             return
         if self.checkpointer.finished(self.state, now, wait=wait):
             self.compactor.trim(self.epoch, self.state)
-        for kind, text in self.checkpointer.news():
-            self.controls.note(kind, text)
+        self._tell(self.checkpointer.news())
 
     def _take_checkpoint(self, now: float) -> None:
         asked = self._wanted_checkpoint
@@ -404,3 +404,16 @@ class Merger:
             self._release(self.clock(), wait=True)
             self.checkpointer.take_last(self.state, self._wanted_checkpoint, self.clock, pause)
             self._release(self.clock(), wait=True)
+
+    def close(self) -> None:
+        """Wait for the copy of the last checkpoint, for some time, and let operators know if there is none."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+            with suppress(BrokerError):
+                news = self.checkpointer.news()
+                if news and self.transport.reader.uid() is not None:  # the run was not deleted
+                    self._tell(news)
+
+    def _tell(self, news: Iterable[tuple[str, str]]) -> None:
+        for kind, text in news:
+            self.controls.note(kind, text)

@@ -85,6 +85,8 @@ class Copier:
         if self._waiting is not None:
             what = "checkpoint %s is not in %s yet; it is copied when this process is started again"
             log.warning(what, self._waiting, self.bundles.folder, extra={"code": "bucket.behind"})
+            if not self.trouble:  # which is news already
+                self._news.append((UNCOPIED, f"checkpoint {self._waiting} is on the disk only: its copy takes long"))
         return self._waiting is None
 
     def news(self) -> list[tuple[str, str]]:

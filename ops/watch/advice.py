@@ -129,7 +129,7 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
     unreachable = tuple(_unreachable_shards(view))
     few = [Problem("run.few-syncs", "warn", "run", fault, FEW_SYNCS_REMEDY)] if (fault := view.few_syncs) else []
     if not (view.unfinished or view.pending):
-        return (*unreachable, *few)
+        return (*unreachable, *_bucket_problems(view), *few)
     found = [
         *unreachable,
         *_run_problems(view),
@@ -297,12 +297,17 @@ def rising(losses: Sequence[float]) -> tuple[float, float] | None:
     return statistics.fmean(before), statistics.fmean(after)
 
 
-def _checkpoint_problems(view: RunView) -> Iterator[Problem]:
+def _bucket_problems(view: RunView) -> Iterator[Problem]:
     if view.uncopied:
         yield Problem(
             "bucket.behind", "warn", "merger", f"{view.uncopied[:1].upper()}{view.uncopied[1:]}",
-            "The merger tries again by itself. Until then, only its disk has the newer checkpoints.",
+            "The merger tries again by itself. If it has ended, start it again with the same folder and bucket: then it "
+            "copies them. Until then, only its disk has the newer checkpoints.",
         )  # fmt: skip
+
+
+def _checkpoint_problems(view: RunView) -> Iterator[Problem]:
+    yield from _bucket_problems(view)
     if view.unsaved:
         yield Problem(
             "checkpoint.failed", "bad", "merger", f"{view.unsaved[:1].upper()}{view.unsaved[1:]}",

@@ -270,7 +270,7 @@ _REMEDIES = {
     "idle": "Look at these islands' logs: they live and send nothing. Restart or expel them.",
     "paused": "Resume merging with `archipelago steer merging=`.",
     UNSAVED: "Do what it says; the merger tries again by itself.",
-    UNCOPIED: "Do what it says; the merger tries again by itself.",
+    UNCOPIED: "Do what it says; a merger tries again by itself, and once more when it is started.",
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
 }  # fmt: skip
 

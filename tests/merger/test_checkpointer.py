@@ -6,13 +6,13 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 import archipelago.merger.committing
 from archipelago.broker.errors import ConfigError, UnreachableError
-from archipelago.broker.messages import Marker
+from archipelago.broker.messages import UNCOPIED, Marker
 from archipelago.broker.transport import Transport
 from archipelago.merger import record
 from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Parts
@@ -85,6 +85,19 @@ def test_a_shard_has_ended_only_with_the_others_at_which_it_looks_rarely() -> No
     checkpointer.parts = parts
     times = [0.0, 0.5 * LOOK_SECONDS, LOOK_SECONDS, 1.5 * LOOK_SECONDS, 2 * LOOK_SECONDS]
     assert [checkpointer.has_all(merger.state, now) for now in times] == [False, False, False, False, True]
+
+
+def test_operators_are_told_of_a_bucket_that_fails_at_the_end() -> None:
+    run = MergerRun(quorum=2)
+    merger, why = serving(run, Shelf()), "checkpoints stay on the disk only: 503"
+    assert merger.checkpointer is not None
+    merger.checkpointer.copier = copier = MagicMock()
+    copier.news.return_value = [(UNCOPIED, why)]
+    merger.close()
+    assert run.notes(UNCOPIED) == [why]
+    run.broker.runs.clear()
+    merger.close()
+    assert not run.broker.runs, "nothing is written of a run that was deleted"
 
 
 # -- schedule --------------------------------------------------------------------------------------------------------

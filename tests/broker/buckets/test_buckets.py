@@ -13,6 +13,7 @@ import pytest
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.copier import RETRY_SECONDS, RETRY_SECONDS_MAX, Copier
 from archipelago.broker.buckets.folder import BucketError, BucketFolder, open_bucket
+from archipelago.broker.messages import UNCOPIED
 from archipelago.broker.wire import digest
 from tests.broker.buckets import faulty_bucket
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem, no_fault
@@ -340,6 +341,7 @@ def test_a_slow_bucket_delays_nothing(bucket: BucketFolder, tmp_path: Path, unti
         offer(copier, number)
     assert copier.held() == {1, 5}
     assert not copier.close(0.01)
+    assert [kind for kind, _ in copier.news()] == [UNCOPIED]
     released.set()
     assert copier.close()
     assert copier.bundles.numbers() == [1, 5]
