@@ -318,9 +318,10 @@ class Note:
     Attributes:
         unix_seconds: When, by the clock of the Redis.
         who: An island's name, or `merger`.
-        kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
-            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`, `checkpoint`, COPIED,
-            UNSAVED while its checkpoints fail, UNCOPIED while copies of them do or, while it does not serve, REFUSED.
+        kind: For an island `joined`, `left`, `stalled`, `replaced`, `diverged`, `drained` or `expelled`. For a merger
+            `served`, `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`, `checkpoint`,
+            COPIED, UNSAVED while its checkpoints fail, UNCOPIED while copies of them do or, while it does not serve,
+            REFUSED.
         text: At most NOTE_MAX characters.
     """
 

@@ -301,8 +301,8 @@ def _bucket_problems(view: RunView) -> Iterator[Problem]:
     if view.uncopied:
         yield Problem(
             "bucket.behind", "warn", "merger", f"{view.uncopied[:1].upper()}{view.uncopied[1:]}",
-            "The merger tries again by itself. If it has ended, start it again with the same folder and bucket: then it "
-            "copies them. Until then, only its disk has the newer checkpoints.",
+            "The merger tries again by itself. If it has ended, start it again with the same folder and bucket: it "
+            "copies them then. Until then, only its disk has the newer checkpoints.",
         )  # fmt: skip
 
 
@@ -335,8 +335,9 @@ def _island_problems(island: IslandView, start: str) -> Iterator[Problem]:
         again = f"`{start} --name {island.name}`" if start else "its script again"
         yield Problem(
             "island.silent", "warn", island.name,
-            "It sends no heartbeats: it was killed, or its machine or its link is down.",
-            f"The run goes on without it. Start {again}; if only its link is down, it comes back by itself.",
+            "It sends no heartbeats: it was killed, its training loop hangs, or its machine or its link is down.",
+            f"The run goes on without it. Its log says whether it hangs. Start {again}; if only its link is down, it "
+            "comes back by itself.",
             island.last_seen_seconds,
         )  # fmt: skip
     if not island.live:

@@ -263,6 +263,7 @@ _REMEDIES = {
     "replaced": "Give each island its own --name. The newer process goes on.",
     "diverged": "Start it again: it takes the run's parameters. If all islands diverge, begin a new run with a lower "
                 "--inner.learning-rate.",
+    "stalled": "If it hangs, start it again; its log may say why. Else it comes back with its next sync.",
     "drained": "To let it join again: `archipelago steer island.NAME=`, and start it.",
     "expelled": "To let it join again: `archipelago steer island.NAME=`, or, if it was revoked, "
                 "`archipelago invite NAME`, and start it.",

@@ -257,6 +257,8 @@ class Heartbeats:
                 "the training loop has not synced for %.0f s, so the run goes on without this island until it does",
                 silent, extra={"code": "island.stalled"},
             )  # fmt: skip
+            self.note("stalled", f"its training loop has not synced for {silent:.0f} s")
+            self._send_notes()
         return self.is_stalled
 
     @property

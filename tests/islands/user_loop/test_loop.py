@@ -122,6 +122,7 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back(
         other.train()
     assert run.merger.live == {"b"}
     assert [getattr(record, "code", "") for record in caplog.records].count("island.stalled") == 1
+    assert [note.who for note in run.transport.reader.notes(99) if note.kind == "stalled"] == ["a"], "operators see it"
     before = run.transport.reader.counters().merged
     for _ in range(6):
         island.train()
