@@ -136,6 +136,11 @@ class Manifest:
         """The fragments of each shard. They are dealt out by size."""
         return Layout(dealt(self.sizes, self.shards))
 
+    @property
+    def has_scripts(self) -> bool:
+        """Whether the islands are training scripts of their users, whose model only they can evaluate."""
+        return self.config.has_user_loops and not self.task
+
     def of_shard(self, shard: int | None) -> Manifest:
         """Return the manifest of one of several shards, or of the whole run: the same, with other fragments its own."""
         return self if self.shards == 1 else replace(self, shard=shard)

@@ -86,7 +86,7 @@ def next_steps(url: str, manifest: Manifest, task: str | None = None) -> list[st
     run, is_invited = manifest.run, invitations.is_join_file(url)
     flag = f" --task {shlex.quote(task or 'FILE.py:NAME')}" if manifest.task else ""
     island = f"archipelago island {'FILE' if is_invited else f'--run {run}'}{flag}"
-    if manifest.config.has_user_loops and not manifest.task:
+    if manifest.has_scripts:
         island = "your training script"
     if is_invited:
         return [

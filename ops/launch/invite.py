@@ -131,7 +131,7 @@ def _invite(options: InviteOptions) -> int:
             options.name, options.role, user=options.user, password=_password(options),
             url=_address(options), may_replace=options.replace,
         )  # fmt: skip
-        _hand_out(invited, file, options)
+        _hand_out(administrator, invited, file, options)
         if options.json or str(file) == STANDARD_OUTPUT:
             return 0
         if not was_signed and administrator.membership.all().is_signed:
@@ -201,7 +201,7 @@ def _address(options: InviteOptions) -> str:
     return options.address
 
 
-def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
+def _hand_out(administrator: Administrator, invited: Invitation, file: Path, options: InviteOptions) -> None:
     if str(file) == STANDARD_OUTPUT:
         sys.stdout.write(invited.to_json())
         sys.stdout.flush()
@@ -215,7 +215,12 @@ def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
     say(f"{invited.name!r} is invited to the run {invited.run!r} as {invited.role}")
     say(f"  {file} holds its password{' and its private key' if invited.private_key else ''}: send it secretly")
     say("  on its machine:")
-    print(f"archipelago {_FIRST_VERB[invited.role]} {shlex.quote(file.name)}")  # noqa: T201 - the result
+    name = shlex.quote(file.name)
+    is_script = invited.role == "island" and administrator.transport.reader.manifest().has_scripts
+    start = (
+        f"ARCHIPELAGO_URL={name} python SCRIPT.py" if is_script else f"archipelago {_FIRST_VERB[invited.role]} {name}"
+    )
+    print(start)  # noqa: T201 - the result
 
 
 def _explain_first(administrator: Administrator, role: Role) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from archipelago.broker.control import EXPEL, IN_WORDS
 from archipelago.broker.manifest import loss_unit, rounded
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, MergeLoad, merge_load
@@ -369,7 +370,8 @@ def _link_problems(island: IslandView) -> Iterator[Problem]:
 def _refusal_problems(view: RunView, unix_seconds: float) -> Iterator[Problem]:
     newest = {refusal.island: (at, refusal) for at, refusal in view.refusals}
     for name, (at, refusal) in newest.items():
-        if unix_seconds - at < REFUSAL_SECONDS:
+        is_admitted = refusal.reason == IN_WORDS[EXPEL] and name not in view.control.expelled
+        if unix_seconds - at < REFUSAL_SECONDS and not is_admitted:
             yield Problem(
                 "island.refused", "warn", name,
                 f"A contribution to round {refusal.round:,} was refused: {refusal.reason}.",

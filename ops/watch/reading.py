@@ -178,7 +178,7 @@ def summarise(
         covered=count_in(figures.get("covered")),
         tape=tape,
         evaluations=evaluations,
-        **_token_accounts(presences, settled, count_in(figures.get("tokens")), counters, fragments),
+        **_token_accounts(presences, merged, count_in(figures.get("tokens")), counters, fragments),
     )
 
 
@@ -205,7 +205,7 @@ def _island(
 
 def _token_accounts(
     presences: Sequence[Presence],
-    settled: Mapping[str, int],
+    merged: Mapping[str, int],
     known_tokens: int,
     counters: Counters,
     fragments: int,
@@ -213,24 +213,26 @@ def _token_accounts(
     """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
 
     docs/guide/watch.md says what each account holds. A token counts once, although each fragment is synchronised on
-    its own: every account is the mean over the fragments. `settled` are each island's merged tokens, as far as they are
-    remembered, of the time when `known_tokens` were merged in all fragments.
+    its own: every account is the mean over the fragments. `merged` are each island's merged tokens in all fragments, as
+    far as they are remembered, of the time when `known_tokens` were merged in all of them. All are rounded down but the
+    merged tokens, so that none counts as lost by rounding.
     """
     unsent = sum(presence.heartbeat.tokens_unsent for presence in presences if presence.is_live)
-    unmerged = sum(max(0, each.heartbeat.tokens - settled.get(each.heartbeat.island, 0)) for each in presences)
-    merged, refused, waiting = (
-        tokens // fragments for tokens in (counters.merged_tokens, counters.refused_tokens, counters.pending_tokens)
-    )
-    newer = max(0, counters.merged_tokens - known_tokens) // fragments
-    rest = max(0, unmerged - newer - refused - waiting)
-    unsent = min(unsent, rest)
+    beats = [presence.heartbeat for presence in presences]
+    unmerged = sum(max(0, fragments * beat.tokens - merged.get(beat.island, 0)) for beat in beats)
+    newer = max(0, counters.merged_tokens - known_tokens)
+    settled = counters.merged_tokens + counters.refused_tokens + counters.pending_tokens
+    rest = max(0, unmerged - newer - counters.refused_tokens - counters.pending_tokens)
+    trained, lost = (settled + rest) // fragments, max(0, rest // fragments - unsent)
+    refused, waiting = counters.refused_tokens // fragments, counters.pending_tokens // fragments
+    unsent = min(unsent, rest // fragments)
     return {
-        "tokens_merged": merged,
+        "tokens_merged": trained - refused - waiting - unsent - lost,
         "tokens_refused": refused,
         "tokens_pending": waiting,
         "tokens_unsent": unsent,
-        "tokens_lost": rest - unsent,
-        "tokens_trained": merged + refused + waiting + rest,
+        "tokens_lost": lost,
+        "tokens_trained": trained,
     }
 
 

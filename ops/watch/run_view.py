@@ -123,8 +123,7 @@ class RunView:
 
     @property
     def has_scripts(self) -> bool:
-        """Whether the islands are training scripts of their users, whose model only they can evaluate."""
-        return self.manifest.config.has_user_loops and not self.task
+        return self.manifest.has_scripts
 
     @property
     def unfinished(self) -> bool:

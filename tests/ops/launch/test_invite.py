@@ -13,10 +13,12 @@ import pytest
 import redis
 
 from archipelago.broker import invitation as invitations
+from archipelago.broker.config import OWN_MODEL, ModelConfig, RunConfig
 from archipelago.broker.control import EXPEL
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import Invitation, Members, Role
 from archipelago.broker.process import connect_to, require_role
+from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main as islands
 from archipelago.merger import main as mergers
@@ -216,9 +218,19 @@ def test_the_first_invitation_says_what_else_the_run_needs(
     join: Invite, role: Role, capsys: pytest.CaptureFixture[str]
 ) -> None:
     join("first", role=role, yes=True)
-    said = capsys.readouterr().err
+    result, said = capsys.readouterr()
+    assert result.startswith(f"archipelago {role} run-")
     assert "is signed from now on" in said
     assert ("Invite the merger too" in said) == (role == "island")
+
+
+def test_a_member_of_a_run_of_scripts_is_told_how_to_start_its_script(
+    run: RedisTransport, server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    delete_shard(run.connection)
+    samples.begin(run, config=RunConfig(model=ModelConfig(size=OWN_MODEL)))
+    assert invite.main(InviteOptions(name="oslo", url=server.url, run=run.run, yes=True)) == 0
+    assert capsys.readouterr().out == f"ARCHIPELAGO_URL={join_file(run, 'oslo').name} python SCRIPT.py\n"
 
 
 def test_without_an_address_the_kept_file_is_used(run: RedisTransport, join: Invite) -> None:

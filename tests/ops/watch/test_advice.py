@@ -125,6 +125,7 @@ def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
 
 
 REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
+EXPELLED = Refusal("b", "x", 0, 7, 0, 100, "expelled by the operator")
 
 
 LOWERED = replace(tape_of([2.0])[0], members=(replace(ROUND.members[0], island="a", factor=0.2, score=0.1),))
@@ -152,6 +153,8 @@ CASES: list[tuple[RunView, list[str]]] = [
     (view(control=Control.of({"sync.quorum": "many"})), ["steer.ignored"]),
     (view(refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),
     (view(refusals=((NOW - 400.0, REFUSED),)), []),
+    (view(refusals=((NOW - 9.0, EXPELLED),), control=Control.of({"island.b": "expel"})), ["island.refused"]),
+    (view(refusals=((NOW - 9.0, EXPELLED),)), []),  # It was admitted again.
     (view(merger=MergerStatus()), []),  # This broker does not know its merger.
     (view(beat("a", 90.0), step=2000, rounds=20, merger=status(holder="")), []),  # The run is finished.
     (view(beat("a", 90.0), step=2000, rounds=19), ["run.few-syncs"]),
