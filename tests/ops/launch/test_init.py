@@ -174,7 +174,7 @@ def test_up_asks_for_the_islands_of_others_once_its_own_have_left(capsys: pytest
     def sees(seconds: float, *live: str, unfinished: bool = True) -> None:
         view = SimpleNamespace(unfinished=unfinished, islands=[SimpleNamespace(name=name, live=True) for name in live])
         latest = SimpleNamespace(unix_seconds=time.time() + seconds, view=view)
-        made.watcher = cast(Watcher, SimpleNamespace(latest=latest))
+        made.watcher = cast(Watcher, SimpleNamespace(latest=latest, now=time.time))
 
     sees(-1.0, "joe")
     assert made._goes_on(), "its own trains"
