@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker import control
+from archipelago.broker.codecs import codec
 from archipelago.broker.commits import Delivery
 from archipelago.broker.config import MergeConfig, WireConfig
 from archipelago.broker.errors import WireError
@@ -160,12 +161,14 @@ class RoundMerge:
         if state.steered:
             config = control.steered(config, state.steered)
         version = of.version - 1  # what the contributions meet
-        headers = [addend.contribution for addend in addends]
+        trains = trains_of(addends)
+        whole = [summed([addends[i] for i in train], self.groups[of.fragment]) for train in trains]
+        headers = [addend.contribution for addend in whole]
         run_step = state.step + self.manifest.stride  # rounds follow each other by strides of the fastest
-        return merge_round(
+        merged = merge_round(
             fragment,
             state.staleness,
-            addends,
+            whole,
             version=version,
             groups=self.groups[of.fragment],
             live=live,
@@ -181,6 +184,7 @@ class RoundMerge:
             scores=state.scores,
             spectra=self.spectra,
         )
+        return replace(merged, members=_members_of(merged.members, trains, addends))
 
     def advance(
         self,
@@ -193,6 +197,64 @@ class RoundMerge:
         """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
         state.staleness, state.norms[of.fragment] = merged.staleness, merged.norms
         state.after_round(of.round, step, contributions, merged.scores, merged.credit)
+
+
+# -- contributions that follow each other ------------------------------------------------------------------------------
+
+
+def trains_of(addends: Sequence[Addend]) -> list[list[int]]:
+    """Return the places of contributions that add up to one, in the order of the first of each.
+
+    They are of one process and measured from one version, and each holds what the process did after the one before. So
+    their sum is its progress, of which a mean would lose the larger part. They meet in a round if no round has closed
+    in between: the island leaves, or no merger has served. Sums that no honest island sends are not made.
+    """
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for i, addend in enumerate(addends):
+        c = addend.contribution
+        found.setdefault((c.island, c.incarnation, c.base), []).append(i)
+    trains = list[list[int]]()
+    for train in found.values():
+        is_bounded = sum(addends[i].norm for i in train) <= merge_rules.NORM_MAX
+        trains += [train] if is_bounded else [[i] for i in train]
+    return sorted(trains)
+
+
+def summed(train: Sequence[Addend], groups: tuple[Group, ...]) -> Addend:
+    """Return the contributions that follow each other as one."""
+    if len(train) == 1:
+        return train[0]
+    in_order = sorted(train, key=lambda addend: addend.contribution.sequence)
+    size, last = max(group.end for group in groups), in_order[-1]
+    sum_N = np.zeros(size, np.float32)
+    for addend in in_order:
+        sum_N += codec(addend.body.codec).restore(addend.body.parts, size, np)
+    body, headers = encoded(sum_N, "float32"), [addend.contribution for addend in in_order]
+    steps, tokens = sum(c.steps for c in headers), sum(c.tokens for c in headers)
+    contribution = replace(last.contribution, steps=steps, tokens=tokens)
+    return Addend(last.entry, contribution, body, *merge_rules.norms(body, groups))
+
+
+def _members_of(
+    whole: Sequence[RoundMember], trains: Sequence[Sequence[int]], addends: Sequence[Addend]
+) -> tuple[RoundMember, ...]:
+    """Return each contribution as the tape records it. Those of one train share its weight by their steps."""
+    found: dict[int, RoundMember] = {}
+    for member, train in zip(whole, trains, strict=True):
+        for i in train:
+            c = addends[i].contribution
+            weight = member.weight if len(train) == 1 else member.weight * c.steps / member.steps
+            found[i] = replace(
+                member,
+                sequence=c.sequence,
+                weight=weight,
+                tokens=c.tokens,
+                steps=c.steps,
+                loss=c.loss,
+                entry=addends[i].entry,
+                data=c.data,
+            )
+    return tuple(found[i] for i in range(len(addends)))
 
 
 def merge_round(

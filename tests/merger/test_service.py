@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from archipelago.broker.commits import Delivery
@@ -14,6 +16,7 @@ from archipelago.broker.messages import Call, Snapshot
 from archipelago.broker.wire import digest
 from archipelago.merger import spectra
 from archipelago.merger.executor import Spawn, at_once
+from archipelago.merger.merge_rules import NORM_MAX
 from archipelago.merger.round_merge import Addend
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.merger.weights import path
@@ -23,8 +26,11 @@ from tests.harness.merger_run import (
     ISOTROPIC,
     SIZE,
     MergerRun,
+    Shelf,
     bits,
     constant,
+    recorded,
+    replayed,
     served_run,
     state_of,
     values,
@@ -52,6 +58,39 @@ def test_a_round_of_one_island() -> None:
     assert (entry.round, entry.fragment, entry.version, entry.loss, entry.live) == (1, 0, 1, 3.0, 1)
     assert entry.digest == digest(constant(-0.75).tobytes())
     assert not merger.turn(0.0)
+    run.balance()
+
+
+def test_what_a_process_sent_in_turn_adds_up_and_is_replayed() -> None:
+    """It does so where no round closes: no merger serves, or the island leaves. A mean would lose most of it."""
+    first: dict[str, Any] = {"tokens": 100, "steps": 6}
+    parts = [(values(1), first), (values(2), {"tokens": 500, "steps": 30, "farewell": True})]
+    together, whole, apart = (MergerRun() for _ in range(3))
+    for n, (delta_N, own) in enumerate(parts):
+        together.send("a", 1, delta_N, **own)
+        apart.send("a", 1, delta_N, incarnation=f"x{n}", **own)
+    whole.send("a", 1, values(1) + values(2), tokens=600, steps=36)
+    for run in (together, whole, apart):
+        merger = run.merger(store=Shelf())
+        run.live("b")
+        run.send("b", 1, values(3))
+        merger.turn(0.0)
+        run.balance()
+    assert together.digests() == whole.digests() != apart.digests(), "two processes went different ways"
+    (entry,), (one,) = (run.transport.reader.tape(5) for run in (together, whole))
+    assert [m.tokens for m in entry.members] == [100, 500, 100]
+    shares = [m.weight for m in one.members]
+    assert [m.weight for m in entry.members] == pytest.approx([shares[0] / 6, shares[0] * 5 / 6, shares[1]])
+    _, fragments = replayed(together, recorded(together))
+    assert np.asarray(fragments[0].published_N).tolist() == together.parameters(0)
+
+
+def test_what_adds_up_to_more_than_can_be_merged_is_not_added() -> None:
+    run = MergerRun()
+    for _ in range(2):
+        run.send("a", 1, constant(0.7 * NORM_MAX / SIZE**0.5))
+    run.merger().turn(0.0)
+    assert all(math.isfinite(value) for value in run.parameters(0))
     run.balance()
 
 
