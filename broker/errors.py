@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
@@ -139,6 +140,12 @@ def require_number(flag: str, value: float, remedy: str, least: float = 0.0, mos
     """Raise ConfigError unless the number that a user gave for a flag is finite and from `least` to `most`."""
     if not least <= value <= most or math.isinf(value):
         raise ConfigError(f"{flag} cannot be {value}", remedy, code="config.value")
+
+
+def few_of(names: Sequence[str], most: int = 8) -> str:
+    """Return the first of these names for a message, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "none"
 
 
 def fault_in(error: Exception) -> str:

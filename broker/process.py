@@ -30,6 +30,7 @@ from archipelago.broker.errors import (
     UnknownRunError,
     UnreachableError,
     WireError,
+    few_of,
     is_outage,
     require_number,
 )
@@ -329,8 +330,7 @@ class AwaitedRun(RunAddress):
     """The options with which a worker finds its run, and ends. A worker may start before its Redis.
 
     Attributes:
-        wait_seconds: At the start, how many seconds to wait for a Redis that does not answer, and a merger also for its
-            run; 0 fails at once.
+        wait_seconds: At the start, how many seconds to wait for a Redis that does not answer; 0 fails at once.
         stopped_status: The exit status when a signal ends this worker before the run has ended. A launcher that starts
             again only what has failed needs another one than 0, such as 75.
     """
@@ -376,7 +376,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
     with closing(connect(url, "any")) as finder:
         runs = finder.reader.runs()
     if len(runs) != 1:
-        here = f"there are {len(runs)} runs ({', '.join(runs)})" if runs else "there is no run"
+        here = f"there are {len(runs)} runs ({few_of(runs)})" if runs else "there is no run"
         raise ConfigError(
             f"{here} at that Redis",
             "Name one (--run NAME), or create one with `archipelago init`.",

@@ -44,6 +44,8 @@ class MergerOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     when the run is finished: all steps are made, no island is live, and a checkpoint holds everything.
     """
 
+    wait_seconds: float = 600.0
+    """At the start, how many seconds to wait for a Redis that does not answer, and for the run; 0 fails at once."""
     folder: Path | None = None
     """The folder for the run's checkpoints and its record. The default is runs/RUN/merger."""
     checkpoint_every: float = 30.0

@@ -205,11 +205,11 @@ class MergerFolder:
         if (name := about.get("run", "")) != manifest.run:
             raise _of_another_name(place, name, manifest.run)
         what = f"{place} holds checkpoints of an earlier run {name!r}, and this Redis has a new one"
-        to_new = f"delete it with `archipelago rm {manifest.run}` and create it under another name"
         if not resume:
             raise UnknownRunError(
                 f"{what}, which this merger does not serve",
-                f"To continue the earlier run, start this merger with --resume. To train anew, {to_new}.",
+                f"To continue the earlier run, start this merger with --resume. To train the new one, move {place} "
+                "away, and start this merger again.",
                 code=OTHER_RUN,
             )
         images, reader = self.newest(), whole(transport, manifest).reader
@@ -227,8 +227,8 @@ class MergerFolder:
         if why or not isinstance(transport, RedisTransport):
             raise UnknownRunError(
                 f"{what}; --resume does not replace it, because {why}",
-                f"To give up the new one, {to_new.partition(' and ')[0]}, and start this merger again with --resume. "
-                "To keep it, give this merger another --folder and --bucket.",
+                f"To give up the new one, delete it with `archipelago rm {manifest.run}`, and start this merger again "
+                "with --resume. To keep it, give this merger another --folder and --bucket.",
                 code=OTHER_RUN,
             )
         for shard in reversed(range(manifest.shards)):
@@ -314,7 +314,8 @@ class MergerFolder:
             if not numbers:
                 raise
             if not resume:
-                remedy = f"{self.path} holds its checkpoint {numbers[-1]}: continue from there with --resume."
+                remedy = f"{self.path} holds its checkpoint {numbers[-1]}: continue from there with --resume, or "
+                remedy += f"move {self.path} away to begin anew."
                 if isinstance(error, ConfigError):
                     raise ConfigError(error.what, remedy, code=error.code) from None
                 raise UnknownRunError(error.what, remedy, code="broker.resumable") from None

@@ -120,7 +120,7 @@ class Failures:
     def _other_scheme(self, text: str) -> str:
         """Return a hint for a server that was reached, and may not answer because of TLS."""
         if self.where.startswith("rediss"):
-            return " An address without TLS begins with redis://."
+            return "" if "refused" in text else " An address without TLS begins with redis://."
         reached = "connecting to" not in text
         return " An address with TLS begins with rediss://." if reached and self.where.startswith("redis") else ""
 

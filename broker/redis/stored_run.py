@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from archipelago.broker.commits import DIFFERENCES_KEPT, Commit
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, WireError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, WireError, few_of
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.manifest import FORMAT, OTHER_FORMAT, Manifest
 from archipelago.broker.messages import COUNT_MAX, REFUSED, Counters, Note, Snapshot, from_raw, text_fields, to_fields
@@ -121,7 +121,7 @@ class StoredRun:
 
     def unknown(self) -> UnknownRunError:
         """Return the error for a run that does not exist."""
-        here = ", ".join(self.names()) or "none"
+        here = few_of(self.names())
         remedy = (
             "Make it with `archipelago init` or a training script (a trainer creates it if you give `steps`), or name "
             "another with --run."

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, few_of
 from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
 from archipelago.broker.redis.administration import delete_shard, delete_users, has_keys, shards_with_keys
 from archipelago.broker.redis.keys import checked_name
@@ -60,7 +60,7 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
     run, where = transport.run, transport.connection.where
     shards = [shard.connection for shard in shards_to_delete(transport)]
     if not any(map(has_keys, shards)):
-        here = ", ".join(transport.reader.runs()) or "none"
+        here = few_of(transport.reader.runs())
         raise UnknownRunError(
             f"there is no run {run!r} at {where} (runs there: {here})", "`archipelago runs` lists them."
         )
@@ -70,13 +70,15 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
             "Stop them first, with SIGTERM or Ctrl-C. --force deletes the run nevertheless.",
             code="run.alive",
         )
-    what = f"This deletes all keys of the run {run!r} at {where}{_described(transport)}. Nothing can bring it back."
+    what = f"This deletes all keys of the run {run!r} at {where}{_described(transport)}."
     confirm(what, run, given=options.yes)
     users = delete_users(transport.connection)
     count = sum(map(delete_shard, shards))
     if options.json:
         print_json({"run": run, "keys": count, "users": users})
     say(f"run {run!r} is deleted: {count:,} keys" + (f", and the users {', '.join(users)}" if users else ""))
+    if (folder := Path("runs") / run).exists():
+        say(f"  {folder} keeps its checkpoints: delete it, or move it away, before you use the name again")
     if alive:
         say(f"  {', '.join(alive)} may write some keys again until they end; repeat the command then")
     return 0

@@ -12,7 +12,7 @@ import platformdirs
 import pytest
 
 from archipelago.broker import process
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError, few_of
 from archipelago.broker.process import (
     CACHE_VARIABLE,
     PAUSE_SECONDS,
@@ -64,6 +64,11 @@ def test_the_last_error_is_raised_in_the_end_and_each_call_gets_the_full_time() 
     awaited(outage.answer)
     outage.ends_at = outage.now + 2.5
     assert awaited(outage.answer) == "PONG"
+
+
+def test_a_message_names_a_few_of_many() -> None:
+    assert [few_of(["a", "b", "c"], most) for most in (2, 3)] == ["a, b and 1 more", "a, b, c"]
+    assert few_of([]) == "none"
 
 
 def test_a_signal_ends_the_repetitions() -> None:

@@ -217,7 +217,7 @@ def test_a_merger_does_not_serve_a_new_run_of_the_same_name(lost: LostRun) -> No
     options = MergerOptions(url=lost.url, run="tiny", folder=lost.folder.path)
     with failing(UnknownRunError, "broker.other-run") as refused:
         merger_main(options)
-    assert "--resume" in refused.value.remedy and "archipelago rm tiny" in refused.value.remedy
+    assert "--resume" in refused.value.remedy and "merger away" in refused.value.remedy
     assert lost.folder.store.numbers() == kept and lost.redis.reader.uid() == other.uid
     assert "earlier run 'tiny'" in refusal(lost.redis.reader), "islands and `create` say why nobody serves them"
 

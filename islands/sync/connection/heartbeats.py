@@ -60,8 +60,8 @@ class Serving:
             self._unserved_since = self._clock()
         if not is_served and not is_over:
             self._warn()
-        elif self._warned_at is not None:
-            log.info("a merger serves the run %r again", self._run)
+        elif is_served and self._warned_at is not None:
+            log.info("a merger serves the run %r", self._run)
             self._warned_at = None
 
     def _warn(self) -> None:
@@ -241,7 +241,7 @@ class Heartbeats:
         self._uplink.answered(self._clock() - began)
         if found.uid is not None and found.requests != self._requests:  # a Redis without the run has no requests either
             self._set_run_steps(found.requests)
-        self.serving.heard(is_served=any(self._served), is_over=self._is_over)
+        self.serving.heard(is_served=any(self._served), is_over=self._is_over or beat.state == "leaving")
         request = found.requests.get(self._own_field, "")
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.request = request

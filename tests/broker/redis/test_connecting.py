@@ -91,8 +91,9 @@ def test_a_server_that_does_not_answer_is_unreachable(tmp_path: Path, monkeypatc
         probe.bind(("127.0.0.1", 0))
         closed: int = probe.getsockname()[1]
     for url in (f"redis://127.0.0.1:{closed}", f"rediss://127.0.0.1:{closed}", f"unix://{tmp_path}/none"):
-        with failing(UnreachableError):
+        with failing(UnreachableError) as caught:
             connect(url, "run")
+        assert "TLS" not in str(caught.value), "it plays no part"
     for answer in (None, b"-LOADING Redis is loading the dataset in memory\r\n"):
         with answering(lambda _, answer=answer: answer) as url, failing(UnreachableError):  # type: ignore[misc]
             connect(url, "run")

@@ -145,7 +145,10 @@ def test_a_missing_merger_is_said_now_and_then_until_the_run_is_over(
         for _ in range(2):
             heartbeat(link)
             assert (link.heartbeats.serving.is_served, said()) == (False, count)
-    link.channels[0].inbox.step = link.heartbeats.run_steps
     harness.ahead += 2 * REMIND_SECONDS
+    heartbeat(link, "leaving")
+    assert said() == 2, "it does not train on"
+    link.channels[0].inbox.step = link.heartbeats.run_steps
     heartbeat(link)
     assert said() == 2
+    assert not [record for record in caplog.records if record.message.startswith("a merger serves")]
