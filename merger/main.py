@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -122,22 +121,23 @@ def main(options: MergerOptions) -> int:
     for shard, own_manifest in enumerate(shards):
         own = of_shard(transport, manifest, shard)
         checkpointer = folder.parts(manifest)[shard].checkpointer(own, own_manifest, every) if every > 0 else None
-        make = partial(
-            Merger,  # reads the manifest
-            own,
-            holder=name,
-            linger_seconds=LINGER_SECONDS,
-            checkpointer=checkpointer,
-            lease_seconds=options.lease_seconds,
-            on_round=lambda entry: curves.put(entry.round, values(entry, unit)),
-            threads=options.threads,
-            compiled=compiled,
-            restart_seconds=options.restart_seconds,
-            is_gone=has_ended_here,
-            executor=in_background,
-            primary=transport if shard else None,
+        mergers.append(
+            Merger(
+                own,
+                holder=name,
+                linger_seconds=LINGER_SECONDS,
+                checkpointer=checkpointer,
+                lease_seconds=options.lease_seconds,
+                on_round=lambda entry: curves.put(entry.round, values(entry, unit)),
+                threads=options.threads,
+                compiled=compiled,
+                restart_seconds=options.restart_seconds,
+                is_gone=has_ended_here,
+                executor=in_background,
+                primary=transport if shard else None,
+                manifest=own_manifest,
+            )
         )
-        mergers.append(awaited(make))
     curves.start()
 
     def phase() -> str:

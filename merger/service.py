@@ -19,6 +19,7 @@ from typing import NamedTuple
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
 from archipelago.broker.control import CHECKPOINT
 from archipelago.broker.errors import BrokerError, FencedError, WithdrawnError
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport, ReaderTransport
@@ -77,6 +78,7 @@ class Merger:
         is_gone: Returns whether another merger has ended, given its name, so that its lease need not expire first.
         executor: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
         primary: The connection to shard 0, if this merger serves a further shard.
+        manifest: That of the run or of the shard, if it was read already: the shard's server may be away.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Merger:
         is_gone: Callable[[str], bool] = never_gone,
         executor: NewExecutor = in_virtual_time,
         primary: ReaderTransport | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         self.transport, self._primary = transport, primary
         self.clock, self.wall = clock, wall
@@ -103,7 +106,7 @@ class Merger:
         self.live_poll_seconds = live_poll_seconds
         self.linger_seconds = linger_seconds
         self.lease_seconds, self._is_gone = lease_seconds, is_gone
-        self.manifest = transport.reader.manifest()
+        self.manifest = manifest or transport.reader.manifest()
         self.config = self.manifest.config
         self.epoch = 0
         self.state = RunState()

@@ -80,6 +80,7 @@ def serve(
                         merger.load()
                     closed = merger.state.closed
                     log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
+                    troubles.served()
                 if merger.turn():
                     troubles.end()
                 is_over = merger.is_over()
@@ -119,6 +120,10 @@ class Troubles:
         if self._faults > FAULTS_MAX:
             raise error
         return float(RETRY_SECONDS * min(1 << (self._faults - 1), 32))
+
+    def served(self) -> None:
+        """Let the next error be logged, even if it is the last one again, because the run was loaded in between."""
+        self._last = ""
 
     def end(self) -> None:
         """Forget the errors, because a round has closed."""

@@ -98,9 +98,9 @@ class BoundedReader:
 class ShardedReader:
     """See `broker.transport.ReaderClient`.
 
-    Values that belong to the run (islands, cursors, evaluations, requests) are read from shard 0. Requests and settings
-    are written to every shard, because each merger reads its own. Notes and the tape are put in the order of their
-    times.
+    Values that belong to the run (islands, cursors, evaluations) are read from shard 0. Requests and settings are
+    written to every shard, because each merger reads its own, and one that a single shard has counts. Notes and the
+    tape are put in the order of their times.
     """
 
     def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
@@ -108,7 +108,7 @@ class ShardedReader:
         self._readers, self._primary, self._layout = readers, first, manifest.shard_layout
         self.runs, self.uid, self.presences, self.cursors = first.runs, first.uid, first.presences, first.cursors
         self.evaluations, self.record_evaluation = first.evaluations, first.record_evaluation
-        self.control, self.note, self.clock_ahead = first.control, first.note, first.clock_ahead
+        self.note, self.clock_ahead = first.note, first.clock_ahead
         #: The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any.
         self.away: dict[int, str] = {}
 
@@ -172,9 +172,14 @@ class ShardedReader:
         found = [each for refusals in self._each(lambda reader: reader.refusals(count)).values() for each in refusals]
         return sorted(found, key=lambda each: each[0])[-count:] if count else []
 
+    def control(self) -> dict[str, str]:
+        every = self._each(lambda reader: reader.control())
+        return {name: value for shard in sorted(every, reverse=True) for name, value in every[shard].items()}
+
     def steer(self, changes: Mapping[str, str]) -> None:
-        # Shard 0 last: what it has says that all have it, and an interrupted call can be repeated.
-        for reader in reversed(self._readers):
+        for reader in self._readers:  # one that is away keeps its settings, so nothing is changed then
+            reader.control()
+        for reader in self._readers:
             reader.steer(changes)
 
     def notes(self, count: int) -> list[Note]:

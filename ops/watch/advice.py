@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ def grouped(found: Sequence[Problem]) -> list[Problem]:
 
 def _joined(kind: Sequence[Problem]) -> Problem:
     first, names = kind[0], tuple(problem.who for problem in kind)
-    remedy = first.remedy.replace(first.who, "NAME")
+    remedy = re.sub(rf"(--name |island\.){re.escape(first.who)}(?![\w-])", r"\1NAME", first.remedy)
     text = f"Each {first.text.removeprefix('It ')}" if first.text.startswith("It ") else first.text
     return replace(
         first, who=f"{len(kind)} islands", text=text, remedy=remedy, seconds=max(p.seconds for p in kind), names=names

@@ -285,6 +285,16 @@ def test_no_merger_loads_a_shard_of_a_run_whose_shard_0_is_lost_or_away(home: Re
         merger.load()
 
 
+def test_a_merger_can_start_while_the_server_of_its_shard_is_away(
+    home: RedisTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no shard of the run would be served until that server is back."""
+    away = home.of_shard(1)
+    monkeypatch.setattr(away.reader, "manifest", Mock(side_effect=UnreachableError("its server is away")))
+    manifest = manifest_with(2).of_shard(1)
+    assert Merger(away, VirtualClock(), manifest=manifest).manifest == manifest
+
+
 def test_the_totals_at_the_end_are_those_of_the_run_as_far_as_redis_answers(
     home: RedisTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,10 @@ class Shard(MemoryReader):
         self._call()
         return True
 
+    def control(self) -> dict[str, str]:
+        self._call()
+        return {}
+
     def steer(self, changes: Mapping[str, str]) -> None:
         self._call()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from archipelago.broker.shards.reader import (
 )
 from archipelago.broker.transport import MergerStatus
 from tests import samples
+from tests.failing import failing
 
 
 def test_counts_of_the_mergers_are_added_up() -> None:
@@ -50,6 +52,34 @@ def test_the_rounds_of_a_shard_stay_in_order_when_a_merger_with_a_slower_clock_t
     found = [entry.round for entry in ShardedReader(readers, manifest).tape(9)]
     assert found == [1, 2, 3, 5, 7, 4, 9]
     assert [entry.round for entry in ShardedReader(readers, manifest).tape(2)] == [4, 9]
+
+
+class Requests(MemoryReader):
+    """A reader of a shard with these requests."""
+
+    def __init__(self, **requests: str) -> None:
+        self.requests, self.is_away = requests, False
+
+    def control(self) -> dict[str, str]:
+        if self.is_away:
+            raise UnreachableError("its server is away")
+        return self.requests
+
+    def steer(self, changes: Mapping[str, str]) -> None:
+        self.requests = dict(changes)
+
+
+def test_a_request_that_one_shard_has_is_shown_and_none_is_changed_while_one_is_away() -> None:
+    manifest, shards = replace(samples.manifest(), shards=2), [Requests(a="0"), Requests(a="1", merging="paused")]
+    run = ShardedReader(shards, manifest)
+    assert run.control() == {"a": "0", "merging": "paused"}
+    shards[1].is_away = True
+    with failing(UnreachableError):
+        run.steer({"b": "2"})
+    assert shards[0].requests == {"a": "0"}
+    shards[1].is_away = False
+    run.steer({"b": "2"})
+    assert [shard.requests for shard in shards] == [{"b": "2"}] * 2
 
 
 def test_mergers_are_named_with_their_shards() -> None:

@@ -396,10 +396,11 @@ def test_a_run_of_scripts_without_losses_says_so() -> None:
 
 
 def test_a_problem_of_many_islands_is_shown_once_with_their_names_and_the_whole_command() -> None:
-    silent = [beat(f"i{n}", 20.0 + n) for n in range(5)]
+    silent = [beat(name, 20.0 + n) for n, name in enumerate(["a", "island", "b", "log", "it"])]
     found = problems(view(*silent, address="runs/sample/admin.join"))
     (problem,) = [each for each in grouped(found) if each.code == "island.silent"]
-    assert (problem.who, problem.names, problem.seconds) == ("5 islands", ("i0", "i1", "i2", "i3", "i4"), 24.0)
+    assert (problem.who, problem.names, problem.seconds) == ("5 islands", ("a", "b", "island", "log", "it"), 24.0)
     assert "`archipelago island runs/sample/admin.join --run sample --name NAME`" in problem.remedy
+    assert problem.remedy.replace("NAME", "a") == next(each.remedy for each in found if each.who == "a")
     few = [Problem("island.link", "warn", name, "x", "y") for name in ("a", "b")]
     assert grouped(few) == few
