@@ -28,7 +28,7 @@ def loss(params, batch):
 
 
 def batches(run):
-    for shard in run.shards(16):  # no other island reads this part of the text meanwhile
+    for shard in run.shards(16):  # as a rule, no other island reads this part of the text meanwhile
         mine = np.random.default_rng(shard.seed).permutation(np.arange(shard.number, len(train), shard.of))
         for number in range(shard.position, len(mine) // 64):
             yield train[mine[number * 64 : (number + 1) * 64]]

@@ -155,12 +155,13 @@ class Child:
                 self.failed, self.is_fatal = self.last_words() or _cause(status), True
                 return f"{self.name} cannot continue: {self.failed}"
         self.restarts += 1
+        cause = f"{_cause(status)}: {self.last_words()}" if status > 0 else _cause(status)
         if self.restarts == 1 and self.stand_in is not None and self.stand_in(self):
             self._began, self.stood_in = time.monotonic(), True
-            return f"{self.name} died ({_cause(status)}), a standby takes its place; its log: {self.log}"
+            return f"{self.name} died ({cause}), a standby takes its place; its log: {self.log}"
         pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS)) - 1]
         self.again_at = now + pause
-        return f"{self.name} died ({_cause(status)}) and restarts in {pause:.0f} s; its log: {self.log}"
+        return f"{self.name} died ({cause}) and restarts in {pause:.0f} s; its log: {self.log}"
 
     @property
     def pid(self) -> int:

@@ -10,8 +10,8 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.transport import IslandTransport
 
-#: An island that finds no free range skips this many looks. Each question reads the leases of all ranges, and with
-#: more islands than ranges some of them find none for hours.
+#: An island that finds no free range skips one more look each time, up to this many. Each question reads the leases of
+#: all ranges, and with more islands than ranges some of them find none for hours.
 LOOKS_SKIPPED = 8
 #: Under this name, a run registers the number of the shards of its task's data.
 SHARDS_OF_TASK = "shards of the task"
@@ -33,7 +33,7 @@ class IslandLeases:
         self._reading: frozenset[str] = frozenset()
         self._lost: frozenset[str] = frozenset()
         self._lock, self._asking = threading.Lock(), threading.Lock()
-        self._skips = 0  # looks to skip before the next question
+        self._misses = self._skips = 0  # questions in a row that found none; looks to skip before the next question
 
     def take(self) -> ReadPosition | None:
         """Return the next range to read and the position in it, or None if none is leased yet."""
@@ -65,7 +65,8 @@ class IslandLeases:
                 self._skips -= 1
                 return
             self._next = self._transport.island.lease_range(self.ranges, self._who, self._reading)
-            self._skips = LOOKS_SKIPPED if self._next is None else 0
+            self._misses = self._misses + 1 if self._next is None else 0
+            self._skips = min(max(0, self._misses - 1), LOOKS_SKIPPED)
 
     def _check(self) -> None:
         with self._lock:
