@@ -41,7 +41,7 @@ class Heartbeat:
         bytes_down: Bytes that were downloaded, restarts included.
         link: `ok`, or the last fault of the connection.
         data: The leased ranges of text, and how far each was read.
-        optimizer_origin: The origin of the inner optimiser state: fresh, own checkpoint, the script's own, or a peer.
+        optimizer_origin: That of the inner optimiser's state: fresh, its own checkpoint, the script's own, or a peer.
         ignored: Announcements that no merger of the run can have sent.
         unreadable: The fragments whose newest version cannot be read, as numbers with spaces in between.
         tokens_unsent: Tokens of inner steps that no contribution has carried to the broker yet (mean over fragments).

@@ -268,7 +268,7 @@ class Checkpointer:
             return
         for _ in range(MARKER_TRIES):
             self.follow(asked, clock())
-            if self._job is not None or state.closed <= state.covered:
+            if self._job is not None or not self.lacks(state):
                 return
             pause(MARKER_SECONDS)
 

@@ -1,6 +1,7 @@
 """The merge of one round: check contributions as they arrive; at its close, weigh and add them, step, and round.
 
-Each contribution is added once, in the order of arrival and with its final weight, which depends on all of them.
+Each contribution is added once, in the order of arrival and with its final weight, which depends on all of them. Those
+of one process, measured from one version, are summed first.
 
 Everything here but `warm_up` is pure: state and contributions in, state and decisions out. The service calls it live,
 and `merger.replay` calls it with recorded contributions.
@@ -44,10 +45,10 @@ Vector = jax.Array | NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Addend:
-    """A contribution that was downloaded and checked, and waits for its fragment's next round.
+    """A contribution that was downloaded and checked, and waits for its fragment's next round; or the sum of some.
 
     Attributes:
-        entry: Its entry of the updates stream.
+        entry: Its entry of the updates stream; of a sum, that of the last one.
         body: Its values as its codec encoded them.
         norms: The L2 norm of each tensor.
         norm: Its L2 norm.
@@ -120,7 +121,7 @@ class RoundMerge:
             zeros_N = np.zeros(size, np.float32)
             fragment = new_state(zeros_N, self.outer)
             acc = merge_rules.begin(of_fragment)
-            for name in cold[size, of_fragment]:
+            for name in dict.fromkeys((*cold[size, of_fragment], "float32")):  # the last one for sums (`summed`)
                 body = encoded(zeros_N, name)
                 norms, _ = merge_rules.norms(body, of_fragment)
                 acc = merge_rules.accumulate(acc, body, of_fragment, norms, weight=0.0)
@@ -161,8 +162,11 @@ class RoundMerge:
         if state.steered:
             config = control.steered(config, state.steered)
         version = of.version - 1  # what the contributions meet
-        trains = trains_of(addends)
-        whole = [summed([addends[i] for i in train], self.groups[of.fragment]) for train in trains]
+        series, whole = series_of(addends), list[Addend]()
+        for places in series:
+            if self.spectra is not None:
+                self.spectra.between()  # sums of large fragments take longer than a merger's lease
+            whole.append(summed([addends[i] for i in places], self.groups[of.fragment]))
         headers = [addend.contribution for addend in whole]
         run_step = state.step + self.manifest.stride  # rounds follow each other by strides of the fastest
         merged = merge_round(
@@ -184,7 +188,7 @@ class RoundMerge:
             scores=state.scores,
             spectra=self.spectra,
         )
-        return replace(merged, members=_members_of(merged.members, trains, addends))
+        return replace(merged, members=_members_of(merged.members, series, addends))
 
     def advance(
         self,
@@ -202,29 +206,29 @@ class RoundMerge:
 # -- contributions that follow each other ------------------------------------------------------------------------------
 
 
-def trains_of(addends: Sequence[Addend]) -> list[list[int]]:
+def series_of(addends: Sequence[Addend]) -> list[list[int]]:
     """Return the places of contributions that add up to one, in the order of the first of each.
 
     They are of one process and measured from one version, and each holds what the process did after the one before. So
     their sum is its progress, of which a mean would lose the larger part. They meet in a round if no round has closed
-    in between: the island leaves, or no merger has served. Sums that no honest island sends are not made.
+    in between: the island leaves, or no merger has served. Contributions whose sum could exceed NORM_MAX stay apart.
     """
     found: dict[tuple[str, str, int], list[int]] = {}
     for i, addend in enumerate(addends):
         c = addend.contribution
         found.setdefault((c.island, c.incarnation, c.base), []).append(i)
-    trains = list[list[int]]()
-    for train in found.values():
-        is_bounded = sum(addends[i].norm for i in train) <= merge_rules.NORM_MAX
-        trains += [train] if is_bounded else [[i] for i in train]
-    return sorted(trains)
+    out = list[list[int]]()
+    for places in found.values():
+        is_bounded = sum(addends[i].norm for i in places) <= merge_rules.NORM_MAX
+        out += [places] if is_bounded else [[i] for i in places]
+    return sorted(out)
 
 
-def summed(train: Sequence[Addend], groups: tuple[Group, ...]) -> Addend:
+def summed(series: Sequence[Addend], groups: tuple[Group, ...]) -> Addend:
     """Return the contributions that follow each other as one."""
-    if len(train) == 1:
-        return train[0]
-    in_order = sorted(train, key=lambda addend: addend.contribution.sequence)
+    if len(series) == 1:
+        return series[0]
+    in_order = sorted(series, key=lambda addend: addend.contribution.sequence)
     size, last = max(group.end for group in groups), in_order[-1]
     sum_N = np.zeros(size, np.float32)
     for addend in in_order:
@@ -236,14 +240,14 @@ def summed(train: Sequence[Addend], groups: tuple[Group, ...]) -> Addend:
 
 
 def _members_of(
-    whole: Sequence[RoundMember], trains: Sequence[Sequence[int]], addends: Sequence[Addend]
+    whole: Sequence[RoundMember], series: Sequence[Sequence[int]], addends: Sequence[Addend]
 ) -> tuple[RoundMember, ...]:
-    """Return each contribution as the tape records it. Those of one train share its weight by their steps."""
+    """Return each contribution as the tape records it. Those of one sum share its weight by their steps."""
     found: dict[int, RoundMember] = {}
-    for member, train in zip(whole, trains, strict=True):
-        for i in train:
+    for member, places in zip(whole, series, strict=True):
+        for i in places:
             c = addends[i].contribution
-            weight = member.weight if len(train) == 1 else member.weight * c.steps / member.steps
+            weight = member.weight if len(places) == 1 else member.weight * c.steps / member.steps
             found[i] = replace(
                 member,
                 sequence=c.sequence,

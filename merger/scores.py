@@ -125,7 +125,7 @@ class Sent:
         steps: The inner steps of it that weigh (`claims.seen`).
         tokens: The tokens of it that weigh.
         norm: Its norm over the length of its path (`weights.path`).
-        digest: The digest of its payload.
+        digest: The digest of its payload; of a sum, that of the last contribution.
         body: The contribution as its codec encoded it.
     """
 

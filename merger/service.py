@@ -414,7 +414,9 @@ class Merger:
             self.checkpointer.close()
             with suppress(BrokerError):
                 news = self.checkpointer.news()
-                if news and self.transport.reader.uid() is not None:  # the run was not deleted
+                reader = self.transport.reader
+                # Not of a run that was deleted, nor of one whose next merger copies newer ones.
+                if news and reader.uid() is not None and not reader.is_served():
                     self._tell(news)
 
     def _tell(self, news: Iterable[tuple[str, str]]) -> None:

@@ -102,12 +102,13 @@ class RedisMerger:
                 pipe.hgetall(self._keys.control)
                 take_presences = self._reader.ask_presences(pipe, names)
             is_read = self._consumer.ask(pipe, names, count, block_seconds)
+            asked_at = self._reader.wall()  # the answer may wait for contributions
             answers = iter(pipe.execute(raise_on_error=False))
             if renewal:
                 self.lease.answered(next(answers), renewal)
             if around:
                 ((seconds, microseconds),) = checked([next(answers)])
-                self._clock_ahead = ahead_of_here(seconds + microseconds / 1e6)
+                self._clock_ahead = ahead_of_here(seconds + microseconds / 1e6, asked_at)
             if is_scanned:
                 self._names.found(next(answers))
             if take_presences:

@@ -59,9 +59,9 @@ STANDBYS_LISTED_MAX = 64
 Said = TypeVar("Said", Note, Evaluation)
 
 
-def ahead_of_here(unix_seconds: float) -> float:
-    """Return by how many seconds a server's clock, which has just told this time, is ahead of this machine's."""
-    ahead = unix_seconds - time.time()
+def ahead_of_here(unix_seconds: float, here: float) -> float:
+    """Return by how many seconds a server's clock is ahead of this machine's, from what both said at one moment."""
+    ahead = unix_seconds - here
     return ahead if abs(ahead) > SAME_SECONDS else 0.0
 
 
@@ -281,7 +281,7 @@ class RedisReader:
     def _said(self, names: Sequence[str], kind: type[Said], count: int) -> Iterator[tuple[str, Said]]:
         """Yield the newest messages in the own streams of islands, each with its island. None is of the future."""
         keys = {name: self._keys.said(name)[kind is Evaluation] for name in names}
-        latest = time.time() + self.clock_ahead() + AHEAD_SECONDS
+        latest = self.wall() + self.clock_ahead() + AHEAD_SECONDS
         for name, (entries,) in self._bounded(keys, SAID_BYTES_MAX, ("xrevrange", "+", "-", count)):
             if not isinstance(entries, Exception):
                 said = self._read(keys[name], kind, entries, lambda raw: None)
@@ -330,8 +330,12 @@ class RedisReader:
             seconds, microseconds = self._redis.time()
         return int(seconds) * 1000 + int(microseconds) // 1000
 
+    def wall(self) -> float:
+        """Return this machine's clock, which may be wrong."""
+        return time.time()
+
     def clock_ahead(self) -> float:
-        return ahead_of_here(self.server_ms() / 1e3)
+        return ahead_of_here(self.server_ms() / 1e3, self.wall())
 
     def is_served(self) -> bool:
         with self.connection.translated():

@@ -163,7 +163,7 @@ class ShardedReader:
         for entries in self._each(lambda reader: reader.tape(count)).values():
             at = 0.0
             for entry in entries:
-                at = max(at, entry.unix_seconds)  # the clock of a merger that took over may be behind
+                at = max(at, entry.unix_seconds)  # the clock of a Redis that took over may be behind
                 found.append((at, entry))
         found.sort(key=lambda each: (each[0], each[1].round))
         return [entry for _, entry in found][-count:] if count else []

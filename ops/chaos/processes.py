@@ -268,7 +268,7 @@ def await_ready(injector: FaultInjector, waiting: Mapping[str, Callable[[], obje
 
 
 def monotonic(entry: TapeEntry) -> float:
-    """Return when a round closed, on the machine's monotonic clock. The merger wrote down its wall clock."""
+    """Return when a round closed, on this machine's monotonic clock. The tape has the clock of the Redis here."""
     return entry.unix_seconds - time.time() + time.monotonic()
 
 

@@ -77,8 +77,8 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
     if options.json:
         print_json({"run": run, "keys": count, "users": users})
     say(f"run {run!r} is deleted: {count:,} keys" + (f", and the users {', '.join(users)}" if users else ""))
-    if (folder := Path("runs") / run).exists():
-        say(f"  {folder} keeps its checkpoints: delete it, or move it away, before you use the name again")
+    if (folder := Path("runs") / run / "merger").exists():
+        say(f"  {folder} keeps its checkpoints, from which a merger with --resume goes on; to begin anew, move it away")
     if alive:
         say(f"  {', '.join(alive)} may write some keys again until they end; repeat the command then")
     return 0

@@ -94,6 +94,9 @@ def test_operators_are_told_of_a_bucket_that_fails_at_the_end() -> None:
     merger.checkpointer.copier = copier = MagicMock()
     copier.news.return_value = [(UNCOPIED, why)]
     merger.close()
+    assert run.notes(UNCOPIED) == [], "a merger serves, which copies newer ones"
+    merger.transport.merger.release(merger.epoch)
+    merger.close()
     assert run.notes(UNCOPIED) == [why]
     run.broker.runs.clear()
     merger.close()
