@@ -118,6 +118,7 @@ class DamagedRun(CreatedRun):
         self.store = Shelf()
         self.digests: dict[int, str] = {}
         self.sent: dict[tuple[str, int], str] = {}
+        self.tried: dict[tuple[str, int], int] = {}
         self.sequences = itertools.count()
         self._taken = 0
         self.merger = self._merger()
@@ -225,10 +226,12 @@ class DamagedRun(CreatedRun):
         if number in self.digests or (entry is not None and self.transport.island.holds(entry)):
             return
         p = (number - 1) % 2
+        if entry is not None or (island, number) not in self.tried:  # what could not be sent keeps its identity
+            self.tried[island, number] = next(self.sequences)
         contribution, payload = samples.packed(
             values(2 * number + ord(island)),
             island=island, round=number, fragment=p, base=self.manifest.version_at(number - 1, p),
-            sequence=next(self.sequences), tokens=100 + number, data=f"{ord(island) - 97}:0:{number}",
+            sequence=self.tried[island, number], tokens=100 + number, data=f"{ord(island) - 97}:0:{number}",
         )  # fmt: skip
         self.sent[island, number] = self.transport.island.publish(contribution, payload)
 
