@@ -229,7 +229,7 @@ def summed(series: Sequence[Addend], groups: tuple[Group, ...]) -> Addend:
     if len(series) == 1:
         return series[0]
     in_order = sorted(series, key=lambda addend: addend.contribution.sequence)
-    size, last = max(group.end for group in groups), in_order[-1]
+    size, last = max((group.end for group in groups), default=0), in_order[-1]
     sum_N = np.zeros(size, np.float32)
     for addend in in_order:
         sum_N += codec(addend.body.codec).restore(addend.body.parts, size, np)
