@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.errors import ConfigError, DataError, few_of
 from archipelago.broker.manifest import Tensor
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.interface import Params
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
 #: The `model_type` in `config.json` of models that other programs do not have, and the key of our own settings there.
 OWN_KIND = "archipelago"
 #: Where an export says which tokenizer its weights were trained with, in the metadata of the file.
@@ -167,7 +167,13 @@ class WeightFiles:
 
 
 def files_at(path: Path) -> list[Path]:
-    """Return the files of weights in a folder, or the file itself. Raises DataError (`weights.missing`)."""
+    """Return the files of weights in a folder, or the file itself. Raises DataError (`weights.missing`) or OSError."""
+    index = _json_at(path / INDEX_FILE).get("weight_map") if path.is_dir() else None
+    named = {str(name) for name in index.values()} if isinstance(index, dict) else set()
+    if missing := sorted(name for name in named if not (path / name).is_file()):
+        raise DataError(
+            f"{path} lacks {few_of(missing)}, of {INDEX_FILE}", "Copy the whole folder again.", code="weights.missing"
+        )
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise DataError(
@@ -180,7 +186,10 @@ def files_at(path: Path) -> list[Path]:
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Read `config.json` in a folder. It is empty if there is none. Raise DataError (`weights.damaged`) or OSError."""
-    path = folder / CONFIG_FILE
+    return _json_at(folder / CONFIG_FILE)
+
+
+def _json_at(path: Path) -> Mapping[str, Any]:
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(_CONFIG_BYTES_MAX))

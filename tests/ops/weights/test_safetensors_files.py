@@ -33,7 +33,13 @@ def test_several_files_under_either_naming(tmp_path: Path) -> None:
     names = sorted(held)
     save_file({name: held[name] for name in names[:8]}, tmp_path / "a.safetensors")
     save_file({name: held[name].astype(np.float64) for name in names[8:]}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names[:8], "a.safetensors")}))
     assert same(WeightFiles(tmp_path).load(TINY.tensors), expected)
+    index.write_text(json.dumps({"weight_map": {names[0]: "a.safetensors", names[8]: "c.safetensors"}}))
+    with failing(DataError, "weights.missing") as caught:
+        WeightFiles(tmp_path)
+    assert "c.safetensors" in caught.value.what
     save_jax({name: jnp.asarray(value) for name, value in expected.items()}, str(tmp_path / "own"))
     assert same(WeightFiles(tmp_path / "own").load(TINY.tensors), expected)
 
