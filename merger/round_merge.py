@@ -188,6 +188,8 @@ class RoundMerge:
             scores=state.scores,
             spectra=self.spectra,
         )
+        if len(whole) == len(addends):
+            return merged
         return replace(merged, members=_members_of(merged.members, series, addends))
 
     def advance(

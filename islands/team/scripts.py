@@ -127,7 +127,7 @@ class Leading(Session):
 
     def __enter__(self) -> Self:
         """Join the run together with the others."""
-        self._stop.watch()  # at once, because `jax.distributed` takes the signal, and nobody hears of it
+        self._stop.watch()  # first: until then, `jax.distributed` takes the signal, and it is lost
         try:
             self._team = self._new_team(_join_call(self._run, self._evaluate))
             super().__enter__()

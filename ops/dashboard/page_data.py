@@ -137,7 +137,7 @@ def _five_digits(value: float) -> float:
 
 #: The most runs that a page reads at once.
 BOARDS_MAX = 32
-#: A page that reads BOARDS_MAX runs stops reading one that nobody has looked at for this long, to read another one.
+#: A page reads another run in place of one that nobody has looked at for this long, once it reads BOARDS_MAX runs.
 IDLE_SECONDS = 10.0
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.

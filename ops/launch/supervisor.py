@@ -155,7 +155,7 @@ class Child:
                 self.failed, self.is_fatal = self.last_words() or _cause(status), True
                 return f"{self.name} cannot continue: {self.failed}"
         self.restarts += 1
-        cause = f"{_cause(status)}: {self.last_words()}" if status > 0 else _cause(status)
+        cause = ": ".join(filter(None, (_cause(status), self.last_words() if status > 0 else "")))
         if self.restarts == 1 and self.stand_in is not None and self.stand_in(self):
             self._began, self.stood_in = time.monotonic(), True
             return f"{self.name} died ({cause}), a standby takes its place; its log: {self.log}"

@@ -85,12 +85,20 @@ def test_a_child_that_fails_at_each_start_is_fatal(make: Make, until: Until, cod
     assert (child.failed, len(child.last_lines())) == (said, supervisor.LAST_LINES)
 
 
-@pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 9)", f"import sys; sys.exit({OUTAGE})"])
-def test_kills_and_outages_are_never_fatal(make: Make, until: Until, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+        (f"import sys; sys.exit({OUTAGE})", f"status {OUTAGE}"),
+        (f"import sys; print('the Redis is away'); sys.exit({OUTAGE})", f"status {OUTAGE}: the Redis is away"),
+    ],
+)
+def test_kills_and_outages_are_never_fatal(make: Make, until: Until, code: str, cause: str) -> None:
     child = make(code)
     child.start()
-    tended(child, until, lambda: child.restarts > supervisor.FAILURES_MAX, "many restarts")
+    events = tended(child, until, lambda: child.restarts > supervisor.FAILURES_MAX, "many restarts")
     assert (child.failed, child.is_fatal, child.failures) == ("", False, 0)
+    assert all(event.startswith(f"{child.name} died ({cause}) and restarts") for event in events)
 
 
 def test_an_island_that_has_left_its_name_to_another_is_not_restarted(make: Make, until: Until) -> None:
