@@ -137,24 +137,28 @@ class Cluster:
         self, folder: Path, until: Until, replicas: int = 0, tls: Tls | None = None, silent_ms: int = SILENT_MS
     ) -> None:
         self._until, self.tls, self._silent_ms = until, tls, silent_ms if replicas else PATIENT_MS
-        count = 3 * (1 + replicas)
-        begun = [self._node(folder / str(index)) for index in range(count)]
-        self.nodes = [self._answering(node) for node in begun]
+        self.nodes = [self._node(folder / str(index)) for index in range(3 * (1 + replicas))]
+        try:
+            self._make_one()
+        except BaseException:  # Else the servers would run on, and fail another test, which finds them.
+            self.end()
+            raise
+
+    def _make_one(self) -> None:
+        """Make one cluster of the nodes."""
+        for index, node in enumerate(self.nodes):
+            self.nodes[index] = self._answering(node)
         self.ids = {node.port: node.client.execute_command("CLUSTER MYID").decode() for node in self.nodes}
         share = -(-REDIS_CLUSTER_HASH_SLOTS // 3)
         for index, node in enumerate(self.nodes[:3]):
             last = min(REDIS_CLUSTER_HASH_SLOTS, (index + 1) * share) - 1
             node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", index * share, last)
             node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-        for node in self.nodes[1:]:
-            first = self.nodes[0]
-            bus = int(node.options[node.options.index("--cluster-port") + 1])
-            first.client.execute_command("CLUSTER", "MEET", LOOPBACK, node.port, bus)
-        until(lambda: all(self._knows_all(node) for node in self.nodes), "the nodes to meet")
+        self._until(self._have_met, "the nodes to meet")
         for index, node in enumerate(self.nodes[3:]):
             node.client.execute_command("CLUSTER", "REPLICATE", self.ids[self.nodes[index % 3].port])
-        until(lambda: all(self._is_ok(node) for node in self.nodes), "the cluster to be ready")
-        until(lambda: all(node.is_synced() for node in self.nodes[3:]), "the replicas to follow")
+        self._until(lambda: all(self._is_ok(node) for node in self.nodes), "the cluster to be ready")
+        self._until(lambda: all(node.is_synced() for node in self.nodes[3:]), "the replicas to follow")
 
     def _node(self, folder: Path) -> Node:
         # Without the validity factor 0, a replica that was cut off for long would never be elected.
@@ -172,9 +176,19 @@ class Cluster:
         node.end()
         return self._answering(self._node(node.folder.with_name(f"{node.folder.name}-again")))
 
-    def _knows_all(self, node: Node) -> bool:
-        found = node.client.execute_command("CLUSTER NODES")
-        return len(found) == len(self.nodes) and not any("handshake" in each["flags"] for each in found.values())
+    def _have_met(self) -> bool:
+        """Let each node meet those that it does not know, and return whether all knew all.
+
+        It is for calling again: a node forgets one that does not answer a handshake within `silent_ms`.
+        """
+        known = [node.client.execute_command("CLUSTER NODES") for node in self.nodes]
+        for node, found in zip(self.nodes, known, strict=True):
+            for other in self.nodes:
+                if f"{LOOPBACK}:{other.port}" not in found:
+                    bus = int(other.options[other.options.index("--cluster-port") + 1])
+                    node.client.execute_command("CLUSTER", "MEET", LOOPBACK, other.port, bus)
+        unready = any("handshake" in each["flags"] for found in known for each in found.values())
+        return not unready and all(len(found) == len(self.nodes) for found in known)
 
     def _is_ok(self, node: Node) -> bool:
         info = node.client.execute_command("CLUSTER INFO")
