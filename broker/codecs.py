@@ -102,8 +102,7 @@ class Codec(NamedTuple):
     def decode_piece(self, body: bytes | memoryview, start: int, base_N: Vector | None, values_N: Vector) -> Vector:
         """Decode up to PIECE elements, from `start` on, into their place in `values_N`. Return that place.
 
-        `start` is a multiple of PIECE. Of the body, as much is needed as `bytes_until` asks for. The values are added
-        to `base_N`, if it is given.
+        `start` is a multiple of PIECE. The values are added to `base_N`, if it is given.
         """
         end = min(start + PIECE, values_N.size)
         parts, piece = self.parts_of(body, values_N.size, start, end), values_N[start:end]
@@ -114,12 +113,6 @@ class Codec(NamedTuple):
             else:
                 np.add(base_N[start:end], found, out=piece)
         return piece
-
-    def bytes_until(self, end: int, elements: int) -> int:
-        """Return how many bytes at the beginning of a body its first `end` elements need. The parts lie in order."""
-        size, kind = self.layout(end)[-1]
-        last, _ = self.layout(elements)[-1]
-        return self.encoded_size(elements) - (last - size) * np.dtype(kind).itemsize
 
     def decode_blocks(self, parts: Parts, blocks_B: NDArray[np.intp]) -> Vector:
         """Return the decoded elements of some blocks, by their numbers, one block after the other.

@@ -16,7 +16,7 @@ the same identity. No method retries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -47,12 +47,6 @@ REFUSALS_AMONG = 2048
 MEMORY_SHARE_MAX = 0.8
 #: A standby without a sign of life for this long is not listed.
 STANDBY_SECONDS = 10.0
-#: Called with a payload as far as it has arrived, which is how far it can be decoded.
-Arrived = Callable[[memoryview], None]
-
-
-def unwatched(payload: memoryview) -> None:
-    """Take no notice of what has arrived of a payload."""
 
 
 @dataclass(frozen=True)
@@ -155,13 +149,13 @@ class ReaderClient(Protocol):
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         """Return events after that id, oldest first. Waits at most `block_seconds` for the first one."""
 
-    def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
         """Return the newest full snapshot, never torn. Newer versions may exist: see `broker.wire`."""
 
     def heads(self) -> list[Snapshot | None]:
         """Return the header of each fragment's newest version; None for one that cannot be read."""
 
-    def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
+    def difference(self, fragment: int, version: int) -> bytes | None:
         """Return the payload that leads from the previous version to this one; None if it is gone."""
 
     def presences(self) -> list[Presence]:

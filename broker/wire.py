@@ -2,7 +2,7 @@
 
 A payload cannot decide how much memory a reader allocates. The manifest gives the number of elements, and the codec
 gives the exact size of the body. The reader compares both with the header and the zstd frame before it decompresses
-anything, and stops at that size. (zstandard itself would not, because a frame may hold more than it declares.)
+anything, and stops at that size.
 
 The newest published parameters of a fragment are its newest full snapshot, and the differences after it (`newest`).
 """
@@ -78,8 +78,8 @@ def pack_body(body: bytes, codec_name: str, elements: int, zstd_level: int) -> b
     return MAGIC + len(header).to_bytes(2, "big") + header + body
 
 
-def unpack(payload: bytes, elements: int, codec_name: str = "") -> Vector:
-    """Decode a payload into a float32 vector of exactly `elements` elements.
+def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector | None = None) -> Vector:
+    """Decode a payload into a float32 vector of exactly `elements` elements, and add `base_N` if it is given.
 
     Args:
         codec_name: The expected codec; empty accepts every codec.
@@ -87,63 +87,15 @@ def unpack(payload: bytes, elements: int, codec_name: str = "") -> Vector:
     Raises:
         WireError: The payload is damaged, has other elements or another codec, or the result has NaN or infinity.
     """
-    return Unpacking(elements, codec_name).finish(payload)
+    name, body = _body_of(payload, elements, codec_name)
+    chosen, values_N = codec(name), empty_vector(elements)
 
+    def is_finite(start: int) -> bool:
+        return bool(np.isfinite(chosen.decode_piece(body, start, base_N, values_N)).all())
 
-class Unpacking:
-    """Decodes a payload while it arrives, `decoded` elements so far, and adds the values to `base_N` if it is given.
-
-    The other arguments, and the errors, are those of `unpack`.
-    """
-
-    def __init__(self, elements: int, codec_name: str = "", base_N: Vector | None = None) -> None:
-        self._elements, self._codec_name, self._base_N = elements, codec_name, base_N
-        self._begin()
-
-    def _begin(self) -> None:
-        self.decoded, self._arrived = 0, 0
-        self._values_N = empty_vector(self._elements)
-        self._body: _ArrivingBody | None = None
-        self._fault: WireError | None = None
-
-    def arrived(self, payload: bytes | memoryview) -> None:
-        """Decode what is new in a payload, of which all bytes so far are given, and in the first call its header.
-
-        As many bytes as before, or fewer, are the beginning of another try to read it. `finish` tells of damage.
-        """
-        if len(payload) <= self._arrived:
-            self._begin()
-        self._arrived = len(payload)
-        try:
-            if self._fault is None:
-                self._decode(payload)
-        except WireError as error:
-            self._fault = error
-
-    def _decode(self, payload: bytes | memoryview) -> None:
-        if self._body is None:
-            self._body = _ArrivingBody(payload, self._elements, self._codec_name)
-        body, chosen = self._body.so_far(payload), codec(self._body.codec)
-        base_N, values_N = self._base_N, self._values_N  # of this try to read the payload
-
-        def is_finite(start: int) -> bool:
-            return bool(np.isfinite(chosen.decode_piece(body, start, base_N, values_N)).all())
-
-        ends = {start: min(start + PIECE, self._elements) for start in range(self.decoded, self._elements, PIECE)}
-        there = [start for start, end in ends.items() if len(body) >= chosen.bytes_until(end, self._elements)]
-        if not all(map_in_threads(is_finite, there)):
-            raise WireError("NaN or infinity among the values", code="wire.not-finite")
-        self.decoded = max((ends[start] for start in there), default=self.decoded)
-
-    def finish(self, payload: bytes) -> Vector:
-        """Return the vector of the whole payload, of which any part may have arrived before. Raises WireError."""
-        if len(payload) != self._arrived or not payload:
-            self.arrived(payload)
-        if self._fault is not None:
-            raise self._fault
-        assert self._body is not None  # noqa: S101 - what arrived has a body or a fault
-        self._body.require_whole(payload)
-        return self._values_N
+    if not all(map_in_threads(is_finite, range(0, elements, PIECE))):
+        raise WireError("NaN or infinity among the values", code="wire.not-finite")
+    return values_N
 
 
 class Body(NamedTuple):
@@ -160,55 +112,33 @@ def encoded(values_N: Vector, codec_name: str) -> Body:
 
 def unpack_encoded(payload: bytes, elements: int, codec_name: str = "") -> Body:
     """Check a payload as `unpack` does, but return it encoded. The decoded values may contain NaN."""
-    arriving = _ArrivingBody(payload, elements, codec_name)
-    body = arriving.require_whole(payload)
-    return Body(arriving.codec, codec(arriving.codec).parts_of(body, elements))
+    name, body = _body_of(payload, elements, codec_name)
+    return Body(name, codec(name).parts_of(body, elements))
 
 
-class _ArrivingBody:
-    """The body of a payload that arrives piece by piece.
+def _body_of(payload: bytes, elements: int, codec_name: str) -> tuple[str, memoryview]:
+    """Return the codec of a payload, and its body. Raises WireError unless the body has the size that the codec needs.
 
-    Args:
-        head: The beginning of the payload, with the whole header.
-        codec_name: The expected codec; empty accepts every codec.
-
-    Raises:
-        WireError: The header is damaged, or names other elements, or another codec.
+    `codec_name` is the expected codec; empty accepts every codec.
     """
-
-    def __init__(self, head: bytes | memoryview, elements: int, codec_name: str) -> None:
-        header, self._start = _header(head)
-        if header.get("elements") != elements:
-            raise WireError(f"{header.get('elements')!r:.32} elements where the manifest has {elements}")
-        self.codec, self._most = str(header.get("codec")), payload_bytes_max(elements)
-        self._size = codec(self.codec).encoded_size(elements)
-        if codec_name and header.get("codec") != codec_name:
-            raise WireError(
-                f"a payload of codec {self.codec:.32} where {codec_name[:32]!r} was announced", code="wire.codec"
-            )
-        self._elements = elements
-        self._read = self._start  # bytes of the payload that were decompressed
-        self._zstd = _Frame(self._size) if header.get("zstd") else None
-
-    def so_far(self, payload: bytes | memoryview) -> memoryview:
-        """Return as much of the body as there is in the payload so far."""
-        if len(payload) > self._most:
-            raise WireError(f"a payload of {len(payload)} bytes for {self._elements} elements")
-        if self._zstd is None:
-            return memoryview(payload)[self._start :]
-        self._zstd.feed(memoryview(payload)[self._read :])
-        self._read = len(payload)
-        return self._zstd.so_far
-
-    def require_whole(self, payload: bytes) -> memoryview:
-        """Return the body of a payload that is there in full. Raises WireError unless it has the right size."""
-        body = self.so_far(payload)
-        if len(body) != self._size:
-            raise WireError(f"a body of {len(body)} bytes where the codec needs {self._size}")
-        return body
+    header, start = _header(payload)
+    if header.get("elements") != elements:
+        raise WireError(f"{header.get('elements')!r:.32} elements where the manifest has {elements}")
+    name = str(header.get("codec"))
+    size = codec(name).encoded_size(elements)
+    if codec_name and header.get("codec") != codec_name:
+        raise WireError(f"a payload of codec {name:.32} where {codec_name[:32]!r} was announced", code="wire.codec")
+    if len(payload) > payload_bytes_max(elements):
+        raise WireError(f"a payload of {len(payload)} bytes for {elements} elements")
+    body = memoryview(payload)[start:]
+    if header.get("zstd"):
+        body = _decompressed(body, size)
+    if len(body) != size:
+        raise WireError(f"a body of {len(body)} bytes where the codec needs {size}")
+    return name, body
 
 
-def _header(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
+def _header(payload: bytes) -> tuple[dict[str, Any], int]:
     """Return the header at the beginning of a payload, and where its body begins."""
     if payload[: len(MAGIC)] != MAGIC:
         raise WireError("not an archipelago payload, or one of another version")
@@ -231,62 +161,21 @@ def _header(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
     return header, _PREFIX + size
 
 
-class _Frame:
-    """A zstd frame that arrives piece by piece. It must hold `size` bytes, and declare that itself.
+def _decompressed(frame: memoryview, size: int) -> memoryview:
+    """Return the content of a zstd frame, which must declare `size` bytes and end with the payload. Raises WireError.
 
-    Its last byte must be the last one of the payload and end the last block. So the frame has no checksum, and nothing
-    follows it.
+    zstandard allocates what the frame declares, and refuses a frame that holds more or less.
     """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._held = _Held(0)
-        self._writer: Any = None
-
-    @property
-    def so_far(self) -> memoryview:
-        return memoryview(self._held.whole)[: self._held.end]
-
-    def feed(self, more: memoryview) -> None:
-        """Decompress more of a frame. Raises WireError if it is damaged, of another size, or not the payload's end."""
-        if not more:
-            return
-        try:
-            if self._writer is None:
-                frame = zstandard.get_frame_parameters(more)
-                if frame.content_size != self._size or frame.window_size > max(WINDOW_BYTES_MAX, 2 * self._size):
-                    raise WireError(f"a zstd frame of {frame.content_size} bytes where the codec needs {self._size}")
-                self._held = _Held(self._size)
-                self._writer = zstandard.ZstdDecompressor().stream_writer(self._held)  # type: ignore[arg-type]
-            for part in filter(len, (more[:-1], more[-1:])):
-                # With its last byte the frame is complete, and not before, unless it holds nothing. zstandard would
-                # go on with another frame.
-                if self._size and self._held.end == self._size:
-                    raise WireError("bytes after the last block of the zstd frame")
-                self._writer.write(part)
-        except zstandard.ZstdError as error:
-            if "llocation error" in str(error):  # this machine lacks memory; the payload may be valid
-                raise MemoryError(f"not enough memory for a payload of {self._size} bytes") from None
-            raise WireError(f"the body is not zstd ({error})") from None
-
-
-class _Held:
-    """What a decompressor has written, up to `size` bytes.
-
-    It does not know the decompressor: a cycle of references would keep both for a while after their last use.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.whole, self.end = bytearray(size), 0
-
-    def write(self, data: bytes) -> int:
-        """Take at most 128 KiB. Raises WireError beyond `size`, because a frame may hold more than it declares."""
-        end = self.end + len(data)
-        if end > len(self.whole):
-            raise WireError(f"a zstd frame of more than the {len(self.whole)} bytes that it declares")
-        self.whole[self.end : end] = data
-        self.end = end
-        return len(data)
+    try:
+        found = zstandard.get_frame_parameters(frame)
+        if found.content_size != size or found.window_size > max(WINDOW_BYTES_MAX, 2 * size):
+            raise WireError(f"a zstd frame of {found.content_size} bytes where the codec needs {size}")
+        whole = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        return memoryview(whole)
+    except zstandard.ZstdError as error:
+        if "llocation error" in str(error):  # this machine lacks memory; the payload may be valid
+            raise MemoryError(f"not enough memory for a payload of {size} bytes") from None
+        raise WireError(f"the body is not zstd ({error})") from None
 
 
 class Published(NamedTuple):
@@ -324,11 +213,10 @@ def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
 
 def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
     """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced."""
-    unpacking = Unpacking(manifest.sizes[p])
-    snapshot, payload = reader.fragment(p, unpacking.arrived)
+    snapshot, payload = reader.fragment(p)
     if not is_digest(snapshot.digest, payload) or snapshot.fragment != p:
         raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
-    return Published(snapshot, unpacking.finish(payload), len(payload))
+    return Published(snapshot, unpack(payload, manifest.sizes[p]), len(payload))
 
 
 def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snapshot) -> Published | None:
@@ -345,7 +233,7 @@ def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snap
 def after_difference(
     reader: ReaderClient, manifest: Manifest, p: int, version: int, before_N: Vector
 ) -> tuple[Vector, int] | None:
-    """Download the difference to a version of fragment `p`, and add it, as it arrives, to the version before.
+    """Download the difference to a version of fragment `p`, and add it to the version before.
 
     Returns:
         The parameters of that version, and the bytes of the difference; None if it is gone.
@@ -353,6 +241,7 @@ def after_difference(
     Raises:
         WireError: The difference is damaged.
     """
-    unpacking = Unpacking(manifest.sizes[p], manifest.config.wire.down, before_N)
-    payload = reader.difference(p, version, unpacking.arrived)
-    return None if payload is None else (unpacking.finish(payload), len(payload))
+    payload = reader.difference(p, version)
+    if payload is None:
+        return None
+    return unpack(payload, manifest.sizes[p], manifest.config.wire.down, before_N), len(payload)

@@ -34,11 +34,9 @@ from archipelago.broker.transport import (
     REFUSALS_AMONG,
     STANDBY_SECONDS,
     Around,
-    Arrived,
     Memory,
     MergerStatus,
     Standby,
-    unwatched,
 )
 
 
@@ -128,7 +126,7 @@ class MemoryReader:
             first = bisect_right(run.events, last, key=lambda numbered: numbered[0])
             return [(f"{number}-0", event) for number, event in run.events[first : first + count]]
 
-    def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
         with self._broker.opened(self._run) as run:
             if fragment not in run.fragments:
                 raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
@@ -139,7 +137,7 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return [run.heads.get(p) for p in range(len(run.manifest.fragments))]
 
-    def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
+    def difference(self, fragment: int, version: int) -> bytes | None:
         with self._broker.opened(self._run) as run:
             return run.differences.get((fragment, version))
 

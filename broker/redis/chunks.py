@@ -22,7 +22,6 @@ import redis
 from archipelago.broker.errors import WireError
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.signing import Raw
-from archipelago.broker.transport import Arrived, unwatched
 
 #: Payloads up to this size lie inline in the entry or hash.
 INLINE_BYTES = 16 << 10
@@ -166,17 +165,15 @@ class ChunkStore:
         """Return the chunks that `place` has uploaded."""
         return [self._chunk(str(where[NAME]), index) for index in range(int(where.get(CHUNKS, 0)))]
 
-    def fetch(self, raw: Raw, size: int, limit: int | None = None, arrived: Arrived = unwatched) -> bytes:
+    def fetch(self, raw: Raw, size: int, limit: int | None = None) -> bytes:
         """Return the payload that `place` stored. Raises WireError when a chunk is missing.
 
         Args:
             raw: The fields of the entry or hash that points to it.
             size: Its size in bytes.
             limit: The largest size that is accepted; the default is that of an honest contribution or snapshot.
-            arrived: Called with the payload as far as it has arrived, and at last with all of it.
         """
         if PAYLOAD.encode() in raw:
-            arrived(memoryview(raw[PAYLOAD.encode()]))
             return raw[PAYLOAD.encode()]
         name, count = _pointer(raw)
         most = self.payload_max() if limit is None else limit
@@ -186,7 +183,7 @@ class ChunkStore:
         # One byte more than the size shows a chunk that is longer, and no server sends more of it.
         commands = [("getrange", self._chunk(name, index), 0, length) for index, length in enumerate(sizes)]
         with self._connection.translated():
-            return _read_joined(self._redis, commands, sizes, arrived)
+            return _read_joined(self._redis, commands, sizes)
 
     def found_keys(self, raw: Raw, limit: int) -> list[str]:
         """Return the chunks to which a hash points.
@@ -216,14 +213,13 @@ def _pointing(name: str, payload: bytes) -> dict[str, str | bytes]:
     return {CHUNKS: str(len(_sizes(len(payload)))), NAME: name}
 
 
-def _read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], arrived: Arrived) -> bytes:
+def _read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> bytes:
     """Return the answers to reading commands, joined.
 
     Args:
         client: The redis-py client whose pool lends the connection.
         commands: One command for each answer. READ_AHEAD further ones are sent before an answer is read.
         sizes: Bytes of each answer.
-        arrived: Called after each answer with all bytes so far. Further answers come in meanwhile.
 
     Raises:
         WireError: They are not strings of exactly these sizes.
@@ -242,7 +238,6 @@ def _read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequen
                 raise _missing(sizes)
             whole.getbuffer()[start : start + size] = answer
             start += size
-            arrived(whole.getbuffer()[:start])
         is_complete = True
     except redis.ResponseError as error:
         if "WRONGTYPE" not in str(error):

@@ -35,10 +35,8 @@ from archipelago.broker.transport import (
     NOTES_EACH,
     NOTES_KEPT,
     STANDBY_SECONDS,
-    Arrived,
     MergerStatus,
     Standby,
-    unwatched,
 )
 from archipelago.broker.wire import is_digest
 
@@ -93,7 +91,7 @@ class RedisReader:
             self.connection.warn_once(self._keys.state, error)
             return ""
 
-    def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
         for _ in range(8):
             raw = self.connection.hash_at(self._keys.fragment(fragment))
             if not raw:
@@ -102,7 +100,7 @@ class RedisReader:
             self._signing.verify("fragment", MERGER, raw, about=str(fragment))
             snapshot = from_raw(Snapshot, raw)
             try:
-                payload = self.chunks.fetch(raw, snapshot.bytes, arrived=arrived)
+                payload = self.chunks.fetch(raw, snapshot.bytes)
             except WireError:
                 continue  # a newer snapshot has replaced it, and its chunks expired during the read
             self._events.accept(self._keys.fragment(fragment), raw)
@@ -115,11 +113,11 @@ class RedisReader:
         found = {p: self._head(p, answer) for p, answer in zip(shape.own_fragments, answers, strict=True)}
         return [found.get(p) for p in range(len(shape.fragments))]
 
-    def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
+    def difference(self, fragment: int, version: int) -> bytes | None:
         raw = self.connection.hash_at(self._keys.difference(fragment, version))
         try:
             self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
-            payload = self.chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived)
+            payload = self.chunks.fetch(raw, int(raw[b"bytes"]))
             return payload if is_digest(raw[b"digest"].decode(), payload) else None
         except (WireError, KeyError, ValueError):
             return None  # it is gone, expired during the read, or is damaged; the island takes the full snapshot

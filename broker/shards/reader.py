@@ -23,7 +23,7 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
-from archipelago.broker.transport import Arrived, Memory, MergerStatus, ReaderClient, Standby, unwatched
+from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, Standby
 
 #: Of more things than this, messages say only how many there are.
 NUMBERS_MAX = 12
@@ -132,15 +132,15 @@ class ShardedReader:
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         raise NotImplementedError("islands read the announcements of each shard")
 
-    def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
-        return self._of(fragment).fragment(fragment, arrived)
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
+        return self._of(fragment).fragment(fragment)
 
     def heads(self) -> list[Snapshot | None]:
         of_shards = [reader.heads() for reader in self._readers]
         return [next((head for head in heads if head), None) for heads in zip(*of_shards, strict=True)]
 
-    def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
-        return self._of(fragment).difference(fragment, version, arrived)
+    def difference(self, fragment: int, version: int) -> bytes | None:
+        return self._of(fragment).difference(fragment, version)
 
     def unreadable(self) -> dict[str, str]:
         return {

@@ -162,7 +162,7 @@ OF_ISLAND = {
     f"{_ISLANDS}.connection.outbox:digest": "digest",
     f"{_REDIS}.islands:RedisIsland.publish": "upload",
     f"{_REDIS}.reader:RedisReader.difference": "download the difference",
-    "archipelago.broker.wire:Unpacking.arrived": "decode and add",
+    "archipelago.broker.wire:unpack": "decode and add",
     f"{_ISLANDS}.connection.downloads:digest_of": "digest of the parameters",
     f"{_ISLANDS}.replica:Replica.prepare": "copy to the device",
     f"{_ISLANDS}.replica:Replica.adopt": "adopt",

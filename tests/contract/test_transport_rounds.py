@@ -9,8 +9,6 @@ import pytest
 from archipelago.broker.commits import DIFFERENCES_KEPT, START
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Counters, Refusal
-from archipelago.broker.redis.chunks import CHUNK_BYTES
-from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.transport import Transport
 from tests import samples
 from tests.contract.transports import BOTH_SIZES, Connect, everywhere, gone, publish, small
@@ -199,19 +197,6 @@ def test_each_version_has_its_difference_to_the_previous_one(
         transport.merger.commit(epoch, samples.commit([], round_number=2 * version - 1, difference=b"%d" % version))
     kept = [version for version in range(1, DIFFERENCES_KEPT + 6) if other.reader.difference(0, version) is not None]
     assert kept == list(range(5, DIFFERENCES_KEPT + 5)), "only the newest ones are kept"
-
-
-@everywhere
-def test_a_payload_can_be_watched_while_it_arrives(transport: Transport, connections: Connect, epoch: int) -> None:
-    transport.merger.commit(epoch, samples.commit([], round_number=1, difference=LARGE))
-    other = connections()
-    seen: list[bytes] = []
-    assert other.reader.difference(0, 1, lambda payload: seen.append(bytes(payload))) == LARGE
-    assert all(LARGE.startswith(payload) for payload in seen)
-    assert [len(payload) for payload in seen] == sorted({len(payload) for payload in seen})
-    if isinstance(other, RedisTransport):  # others hand over whole payloads
-        assert len(seen) == -(-len(LARGE) // CHUNK_BYTES) > 1
-        assert seen[-1] == LARGE
 
 
 @everywhere
