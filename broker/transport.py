@@ -320,9 +320,6 @@ class Transport(IslandTransport, MergerTransport, Protocol):
         Contributions that were pending are published again, and the counters balance.
         """
 
-    def mend_manifest(self, manifest: Manifest) -> bool:
-        """Write the manifest of a run that has lost only its manifest. Return False if the run is not there at all."""
-
     def close(self) -> None:
         """Close the connection."""
 

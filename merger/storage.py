@@ -21,7 +21,7 @@ from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import BrokerError, ConfigError, RunExistsError, UnknownRunError
-from archipelago.broker.manifest import OTHER_FORMAT, Manifest
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport
@@ -295,19 +295,17 @@ class MergerFolder:
     def find_or_bring_back(self, transport: Transport, *, resume: bool) -> Manifest:
         """Return the run's manifest. If Redis does not have the run and `resume` is set, restore it first.
 
-        A run that has lost only its manifest gets that back, and continues from where it is.
-
         Raises:
             UnknownRunError: There is no run (`broker.unknown-run`), or only in a checkpoint (`broker.resumable`), or
                 the checkpoints are of an earlier run of that name (`broker.other-run`).
-            ConfigError: The manifest is damaged (`config.manifest`).
+            ConfigError: The manifest is damaged (`config.manifest`), or of another version (`config.format`).
         """
         try:
             manifest = transport.reader.manifest()
             if not self._replaces(transport, manifest, resume=resume):
                 return manifest
-        except (UnknownRunError, ConfigError) as error:
-            if error.code in (OTHER_RUN, OTHER_FORMAT):
+        except UnknownRunError as error:
+            if error.code == OTHER_RUN:
                 raise
             self.fetch()
             numbers = self.store.numbers()
@@ -316,29 +314,14 @@ class MergerFolder:
             if not resume:
                 remedy = f"{self.path} holds its checkpoint {numbers[-1]}: continue from there with --resume, or "
                 remedy += f"move {self.path} away to begin anew."
-                if isinstance(error, ConfigError):
-                    raise ConfigError(error.what, remedy, code=error.code) from None
                 raise UnknownRunError(error.what, remedy, code="broker.resumable") from None
-        if not self._has_mended(transport):
-            try:
-                self.bring_back(transport)
-            except RunExistsError as error:
-                if error.code == SHARD_EXISTS:
-                    raise
-                log.info("another process has restored the run already")
+        try:
+            self.bring_back(transport)
+        except RunExistsError as error:
+            if error.code == SHARD_EXISTS:
+                raise
+            log.info("another process has restored the run already")
         return transport.reader.manifest()
-
-    def _has_mended(self, transport: Transport) -> bool:
-        """Write a lost manifest again if the rest of the run is there, and return whether the run exists now."""
-        image = self.store.load()
-        if image is None or image.manifest.run != transport.run or not transport.mend_manifest(image.manifest):
-            return False
-        for shard in range(1, image.manifest.shards):
-            of_shard(transport, image.manifest, shard).mend_manifest(image.manifest.of_shard(shard))
-        log.warning(
-            "the run had lost its manifest, which is now that of its checkpoints", extra={"code": "repair.manifest"}
-        )
-        return True
 
 
 def _of_another_name(place: str, held: str, run: str) -> UnknownRunError:

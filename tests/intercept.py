@@ -46,9 +46,6 @@ class Intercepted:
     def restore(self, image: Image) -> None:
         self.intercept("restore", self.inner.restore, image)
 
-    def mend_manifest(self, manifest: Manifest) -> bool:
-        return bool(self.intercept("mend_manifest", self.inner.mend_manifest, manifest))
-
     def close(self) -> None:
         self.intercept("close", self.inner.close)
 

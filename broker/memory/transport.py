@@ -84,10 +84,6 @@ class MemoryTransport:
                 run.add(contribution, payload)
             run.counters = asdict(image.counters)
 
-    def mend_manifest(self, manifest: Manifest) -> bool:
-        with self._broker.changed:
-            return self._key in self._broker.runs
-
     def close(self) -> None:
         pass
 

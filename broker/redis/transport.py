@@ -8,7 +8,7 @@ from typing import Any
 from archipelago.broker.address import AddressError, redacted
 from archipelago.broker.commits import Image
 from archipelago.broker.control import fields_in
-from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, RunExistsError, UnknownRunError
+from archipelago.broker.errors import BadUrlError, BrokerError, RunExistsError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.invitation import Invitation
@@ -142,29 +142,6 @@ class RedisTransport:
                 pipe.execute()
         except DisturbedError:
             raise self._exists() from None
-
-    def mend_manifest(self, manifest: Manifest) -> bool:
-        fragments = [self._keys.fragment(p) for p in manifest.own_fragments]
-        try:
-            with self.connection.watching(self._keys.manifest) as pipe:
-                if self._is_whole():
-                    return True
-                is_there = pipe.exists(self._keys.state) or pipe.exists(*fragments) == len(fragments)
-                pipe.multi()
-                pipe.delete(self._keys.manifest)
-                if is_there:
-                    pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
-                pipe.execute()
-        except DisturbedError:
-            return self._is_whole()
-        return bool(is_there)
-
-    def _is_whole(self) -> bool:
-        try:
-            self._stored.manifest()
-        except (UnknownRunError, ConfigError):
-            return False
-        return True
 
     def _first_epoch(self, pipe: Any, image: Image | None) -> int:
         """Return the epoch with which a signed run begins again after its Redis was lost; 0 for any other run.

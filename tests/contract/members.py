@@ -81,9 +81,6 @@ class MembersTransport:
     def restore(self, image: Image) -> None:
         self._members.as_("merger").restore(image)
 
-    def mend_manifest(self, manifest: Manifest) -> bool:
-        return self._members.as_("merger").mend_manifest(manifest)
-
     def close(self) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""Every key of a run is deleted, emptied and overwritten, and the next merger that loads the run goes on to its bits.
+"""All keys but the manifest are deleted, emptied and overwritten, and the next merger that loads the run has its bits.
 
 What the islands send depends only on the number of the round, so a run whose keys were damaged can be compared with one
 that was left alone, bit for bit. One run is damaged again and again.
@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import BrokerError, UnknownRunError, WireError
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.redis import chunks
 from archipelago.broker.redis.client import fake_client
@@ -30,7 +29,6 @@ from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
-from archipelago.merger.storage import MergerFolder
 from archipelago.ops.watch.reading import observe
 from tests import samples
 from tests.harness.merger_run import CONFIG, Shelf, take_checkpoint, values
@@ -51,7 +49,7 @@ CHECKPOINT_SECONDS = 1e9
 FAMILIES = ("difference", "kept")
 #: Each key of a run, by its name in `Keys`. Keys of a family stand for all of it.
 KEYS: dict[str, Callable[[Keys], str]] = {
-    **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag")},
+    **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag", "manifest")},
     "updates": lambda keys: keys.updates("a"),
     "taken": lambda keys: keys.taken("0"),
     "island": lambda keys: keys.island("a"),
@@ -69,7 +67,7 @@ QUICK = [
     ("head", "ahead", "restarted"), ("kept", "deleted", "restarted"), ("difference", "deleted", "serving"),
     ("fragment", "deleted", "serving"), ("fragment", "earlier", "restarted"), ("outer", "not UTF-8", "restarted"),
     ("tape", "a list", "serving"), ("tape", "huge", "restarted"), ("snapshots", "a list", "serving"),
-    ("islands", "a list", "restarted"), ("manifest", "deleted", "serving"), ("data", "huge", "restarted"),
+    ("islands", "a list", "restarted"), ("data", "huge", "restarted"),
     ("updates", "a list", "serving"),
 ]  # fmt: skip
 _SERVERS = itertools.count()
@@ -159,11 +157,8 @@ class DamagedRun(CreatedRun):
         return KEYS[name](self.keys)
 
     def restart(self) -> None:
-        """Replace the merger by a new one with --resume, which loads the run from Redis."""
+        """Replace the merger by a new one, which loads the run from Redis."""
         self._taken += self.merger.taken
-        folder = MergerFolder(Path("nowhere"))
-        folder.store = self.store
-        folder.find_or_bring_back(self.transport, resume=True)
         self.merger = self._merger()
 
     def play(self, until: int, damage: Callable[[], None] = lambda: None, checkpoint: int | None = None) -> None:
@@ -195,11 +190,7 @@ class DamagedRun(CreatedRun):
             self.clock.now += seconds
 
         with contextlib.suppress(Died):
-            try:
-                serve(self.merger, stopped, pause)
-            except UnknownRunError:  # the manifest is lost: the merger ends with one sentence
-                self.restart()
-                serve(self.merger, stopped, pause)
+            serve(self.merger, stopped, pause)
 
     def _act(self, number: int) -> None:
         """Let each island send a heartbeat, and its contribution to a round unless Redis holds it."""
@@ -315,7 +306,7 @@ DAMAGES: dict[str, Callable[[DamagedRun, str], None]] = {
 def test_each_key_has_a_case() -> None:
     names = {name for name in dir(Keys) if not name.startswith("_")} | set(vars(Keys(RUN)))
     assert names - {*KEYS, *FAMILIES} == {
-        "run", "tag", "patterns", "short", "of_the_past", "of_island", "said", "chunk", "chunk_prefix",
+        "run", "tag", "manifest", "patterns", "short", "of_the_past", "of_island", "said", "chunk", "chunk_prefix",
         "handover_chunks", "kept_prefix",
     }  # fmt: skip
 

@@ -203,7 +203,7 @@ def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
 
     A run that continues from a checkpoint is the same run, and its islands go back to that checkpoint. A new run under
     the old name has other weights, and an island of the old one must neither take them nor send to it.
-    A manifest that is lost or damaged says nothing: the run's merger writes it again.
+    A manifest that is lost or damaged says nothing: the run may be restored from a checkpoint.
     """
     try:
         is_other = reader.manifest().uid != manifest.uid
