@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from archipelago.broker.errors import BrokerError, UnknownRunError, WireError, require_number
+from archipelago.broker.errors import UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.machine import keep_freed_memory
 from archipelago.broker.manifest import LossUnit, loss_unit
@@ -23,9 +23,7 @@ from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import AwaitedRun, keep_compiled, print_json, require_role, stop_on_signals
-from archipelago.broker.shards.reader import Bounded
-from archipelago.broker.shards.transport import of_shard, whole
-from archipelago.broker.transport import ReaderClient
+from archipelago.broker.shards.transport import of_shard
 from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder, tell_refusal
 
 LINGER_SECONDS = 0.5
@@ -167,19 +165,8 @@ def main(options: MergerOptions) -> int:
     else:
         log.info("leaving, and was a standby")
     if options.json:
-        merged = sum(merger.state.merged for merger in mergers)
-        if not is_finished:  # then another process may have gone on with shards that this one has served
-            closed, merged = totals(whole(transport, manifest).reader) or (closed, merged)
-        print_json({"run": transport.run, "round": closed, "merged": merged, "finished": is_finished})
+        print_json({"run": transport.run, "finished": is_finished})
     return 0 if is_finished else options.stopped_status
-
-
-def totals(reader: ReaderClient) -> tuple[int, int] | None:
-    """Return the run's newest round and the number of its merged contributions; None if Redis does not answer."""
-    with suppress(BrokerError, WireError):
-        heads, counters = Bounded()(lambda: (reader.heads(), reader.counters()))
-        return max((head.round for head in heads if head), default=0), counters.merged
-    return None
 
 
 # -- what a merger tells of its rounds --------------------------------------------------------------------------------

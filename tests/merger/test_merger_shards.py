@@ -23,8 +23,7 @@ from archipelago.broker.errors import ConfigError, UnknownRunError, UnreachableE
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.shards.transport import create, of_shard, whole
-from archipelago.merger.main import totals
+from archipelago.broker.shards.transport import create, of_shard
 from archipelago.merger.service import Merger
 from archipelago.merger.shards import SeenMergers, Sharing, seen, serve_shards
 from archipelago.merger.storage import MergerFolder
@@ -293,14 +292,3 @@ def test_a_merger_can_start_while_the_server_of_its_shard_is_away(
     monkeypatch.setattr(away.reader, "manifest", Mock(side_effect=UnreachableError("its server is away")))
     manifest = manifest_with(2).of_shard(1)
     assert Merger(away, VirtualClock(), manifest=manifest).manifest == manifest
-
-
-def test_the_totals_at_the_end_are_those_of_the_run_as_far_as_redis_answers(
-    home: RedisTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = manifest_with(2)
-    reader, merger = whole(home, manifest).reader, home.of_shard(manifest.shard_layout.shard_of(1)).merger
-    merger.commit(merger.acquire("another process", 30.0) or 0, samples.commit([], counts={"merged": 3}))
-    assert totals(reader) == (1, 3)
-    monkeypatch.setattr(reader, "heads", Mock(side_effect=UnreachableError("its server is away")))
-    assert totals(reader) is None
