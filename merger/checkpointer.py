@@ -191,21 +191,16 @@ class Checkpointer:
 
     def take(self, state: RunState, now: float) -> None:
         """Cut the run, tell the islands, and start writing the checkpoint."""
-        number = self.next_number(now)
-        if number is not None:
-            # The number is at least the round. Mergers with separate folders then cannot reuse the number of an
-            # island's checkpoint for another round.
-            self._begin(max(number, state.closed), now)
-
-    def next_number(self, now: float) -> int | None:
-        """Return the next checkpoint's number, or None if the folder cannot be read now."""
         try:
-            newest = self.copier.newest if self.copier else -1
-            announced = self.leading.announced if self.leading else 0
-            return max(self.store.next_number(), newest + 1, announced + 1)
+            newest = self.store.next_number()
         except ArchipelagoError as error:
             self._failed(error, now)
-            return None
+            return
+        copied = self.copier.newest if self.copier else -1
+        announced = self.leading.announced if self.leading else 0
+        # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
+        # checkpoint for another round.
+        self._begin(max(newest, copied + 1, announced + 1, state.closed), now)
 
     def follow(self, asked: str, now: float) -> None:
         """Cut this shard for the checkpoint that the merger of shard 0 has announced since the last call, if any.

@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from archipelago.broker.shards.transport import of_shard, restore, whole
 from archipelago.broker.transport import ReaderClient
 from archipelago.merger.checkpoint_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading, Parts
 from archipelago.merger.executor import at_once
+from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing
@@ -255,7 +257,10 @@ def test_a_number_of_any_part_or_announcement_is_not_used_again(folder: MergerFo
     home.merger.announce(epoch, Marker(12, 1))
     checkpointer = folder.checkpointer(home, MANIFEST.of_shard(0), 1.0, at_once)
     checkpointer.load(MANIFEST.of_shard(0), 1)
-    assert checkpointer.next_number(0.0) == 13
+    checkpointer.cut = cut = Mock(side_effect=UnreachableError("Redis does not answer"))
+    with failing(UnreachableError):
+        checkpointer.take(RunState(closed=1), 0.0)
+    cut.assert_called_once_with(13, "")
 
 
 def test_a_run_of_all_shards_is_restored_once(folder: MergerFolder) -> None:
