@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from archipelago.broker.process import finite
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict
 from archipelago.ops.watch.history import ROWS_KEPT, History, thinned
-from archipelago.ops.watch.reading import LOOK_SECONDS, SILENT, RunReading, Watcher, repeated
+from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import evaluated, merger_in_words, size_in_words
 from archipelago.ops.watch.state_line import mood_of
 
@@ -135,10 +136,8 @@ def _five_digits(value: float) -> float:
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
 
-#: The most runs that a page reads at once.
-BOARDS_MAX = 32
-#: A page reads another run in place of one that nobody has looked at for this long, once it reads BOARDS_MAX runs.
-IDLE_SECONDS = 10.0
+#: A run that nobody has looked at for this long is read no more, once somebody looks at another one.
+IDLE_SECONDS = 120.0
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
 REOPEN_SECONDS = 5.0
@@ -161,48 +160,30 @@ class Boards:
         self._boards = {self.first.watch.manifest.run: self.first} if self.first else {}
 
     def __enter__(self) -> Boards:
-        for board in self._boards.values():
-            self._begin(board)
+        if self.first:
+            self.first.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         for board in self._boards.values():
-            board.stack.close()
-
-    def _begin(self, board: Board) -> Board:
-        board.stack.enter_context(repeated(board.update, LOOK_SECONDS))
-        return board
+            board.close()
 
     def of(self, run: str) -> Board:
         """Return the board of a run. Raise ArchipelagoError if it cannot be read."""
-        board = self._boards.get(run)  # without the lock: another run may hang while it is opened
-        if board:
-            board.asked_at = time.monotonic()
-            if self._open is not None and board.is_lost():
-                threading.Thread(target=self._open_again, args=(run, self._open), daemon=True).start()
+        now = time.monotonic()
+        if board := self._boards.get(run):  # without the lock: another run may hang while it is opened
+            board.asked_at = now
             return board
+        if self._open is None:
+            raise UnknownRunError(f"this page does not show the run {run!r}", f"Use `archipelago dash {run}`.")
         with self._lock:
-            if run in self._boards:
-                return self._boards[run]
-            if self._open is None:
-                raise UnknownRunError(f"this page does not show the run {run!r}", f"Use `archipelago dash {run}`.")
-            idlest = min(self._boards, key=lambda each: self._boards[each].asked_at, default="")
-            is_full = len(self._boards) >= BOARDS_MAX
-            if is_full and time.monotonic() - self._boards[idlest].asked_at < IDLE_SECONDS:
-                raise UnknownRunError(f"this page shows {BOARDS_MAX} runs", f"Use `archipelago dash {run}`.")
-            board = Board(self._open(run))
-            if is_full:
-                self._boards.pop(idlest).stack.close()
-            return self._boards.setdefault(run, self._begin(board))
-
-    def _open_again(self, run: str, open_run: Open) -> None:
-        """Look for a run at another address, since its board says that the Redis which it knows does not answer."""
-        with suppress(ArchipelagoError):
-            found = Board(open_run(run))
-            with self._lock:
-                if before := self._boards.get(run):
-                    before.stack.close()
-                    self._boards[run] = self._begin(found)
+            if run not in self._boards:
+                board = Board(self._open(run), partial(self._open, run))
+                for idle in [name for name, each in self._boards.items() if now - each.asked_at > IDLE_SECONDS]:
+                    self._boards.pop(idle).close()
+                self._boards[run] = board
+                board.begin()
+            return self._boards[run]
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the run that was named, or all runs, as plain data."""
@@ -211,27 +192,32 @@ class Boards:
         return [asdict(entry) | {"mood": mood_of(entry.state, entry.problems > 0)} for entry in self.entries()]
 
 
-class Board:
-    """The newest page and charts of a run as JSON, with one writer and any number of readers."""
+class Board(ExitStack):
+    """The newest page and charts of a run as JSON, with one writer and any number of readers.
 
-    def __init__(self, watch: Watcher) -> None:
-        self.watch, self.stack = watch, ExitStack()
+    `again` looks for the run at another address, when its Redis does not answer; it raises ArchipelagoError.
+    """
+
+    def __init__(self, watch: Watcher, again: Callable[[], Watcher] | None = None) -> None:
+        super().__init__()
+        self.watch, self._again = watch, again
         self._opened_at, self.asked_at = watch.clock(), time.monotonic()
         self.page, self.charts = "", ""
         self.charts_number = 0
         self._charts_due = -math.inf
 
-    def is_lost(self) -> bool:
-        """Return whether its Redis cannot be read, and it is time to look for another one of the run."""
-        outage, now = self.watch.outage(), self.watch.clock()
-        is_due = outage is not None and outage.what != SILENT and now - self._opened_at >= REOPEN_SECONDS
-        self._opened_at = now if is_due else self._opened_at
-        return is_due
+    def begin(self) -> None:
+        """Read the run from now on, until the board is closed."""
+        self.enter_context(repeated(self.update, LOOK_SECONDS))
 
     def update(self) -> None:
         """Read the run once, and publish its page and, less often, its charts."""
         watch, before = self.watch, self.watch.history
         if not watch.update() or watch.latest is None:
+            if self._again and watch.clock() - self._opened_at >= REOPEN_SECONDS:
+                self._opened_at = watch.clock()
+                with suppress(ArchipelagoError):
+                    self.watch = self._again()
             return
         self.page = to_json(plain(watch.latest))
         if watch.clock() >= self._charts_due or watch.history is not before:
