@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from archipelago.broker.config import BYTES, ModelConfig
+from archipelago.broker.config import BYTES, OWN_MODEL, ModelConfig
 from archipelago.broker.errors import ConfigError, DataError, require_number
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.observe.logs import CONTROLS
@@ -134,31 +134,19 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
 
 
 def _described(files: WeightFiles) -> tuple[Model, int]:
-    """Return the model that `config.json` describes, and the tokens that it sees at once."""
-    from archipelago.islands.models.llama import size_of
-    from archipelago.islands.models.registry import build, default_compute_dtype
-    from archipelago.islands.models.transformer import transformer
+    """Return the model that an export's `config.json` describes, and the tokens that it sees at once."""
+    from archipelago.islands.models.registry import build
 
-    config, path = files.config, files.folder / CONFIG_FILE
-    own = config.get(OWN_KIND)
+    path, own = files.folder / CONFIG_FILE, files.config.get(OWN_KIND)
+    if not isinstance(own, dict) or own.get("size", OWN_MODEL) == OWN_MODEL:
+        raise ConfigError(
+            f"{path} describes a {files.config.get('model_type')!r:.40}, which is not one of our models",
+            "Name a folder that `archipelago export` wrote.",
+            code="export.foreign",
+        )
     try:
-        if config.get("model_type") == "llama":
-            size, vocabulary = size_of(config), int(config["vocab_size"])
-            if size.layers > len(files.held):  # Check this before that many layers are built.
-                raise ValueError(f"{size.layers} layers, and {len(files.held)} tensors")
-            if not 0 < vocabulary < 1 << 24:
-                raise ValueError(f"vocab_size {vocabulary}")
-            model = transformer(size, default_compute_dtype(), vocabulary)
-            return model, int(config.get("max_position_embeddings", CONTEXT_MAX))
-        if config.get("model_type") == OWN_KIND and isinstance(own, dict):
-            model = build(ModelConfig(str(own["size"]), int(own.get("vocabulary", BYTES))))
-            return model, int(own["sequence_length"])
+        return build(ModelConfig(str(own["size"]), int(own.get("vocabulary", BYTES)))), int(own["sequence_length"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path} is damaged ({error!r:.100})", "Export the run again.", code="weights.damaged"
         ) from None
-    raise ConfigError(
-        f"{path} describes a {config.get('model_type')!r:.40}, which is not one of our models",
-        "Name a folder that `archipelago export` wrote.",
-        code="export.foreign",
-    )
