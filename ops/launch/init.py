@@ -165,13 +165,11 @@ def create(
             create_run(transport, manifest, snapshots)
             return manifest, True
         found = transport.reader.manifest()
-    require_same(found, config, task)
-    require_began_with(found, weights)
-    require_shards(found, shards)
+    require_same(found, config, weights, task=task, shards=shards)
     return found, False
 
 
-def require_began_with(found: Manifest, weights: Path | None) -> None:
+def _require_began_with(found: Manifest, weights: Path | None) -> None:
     """Raise MismatchError if a run began with fresh parameters, and the user gives weights. Warn of other names."""
     if weights is None:
         return
@@ -243,11 +241,13 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
     return manifest, files.load(manifest.tensors)
 
 
-def require_same(found: Manifest, config: RunConfig, task: str | None = None) -> None:
-    """Raise MismatchError, with a remedy for the user who starts a run, unless it has this config and this task."""
+def require_same(found: Manifest, config: RunConfig, weights: Path | None, *, task: str | None, shards: int) -> None:
+    """Raise MismatchError, with a remedy for the user who starts a run, unless it has what `create` would give it."""
     from archipelago.islands.tasks.task import task_of
     from archipelago.islands.user_loop.tensors import require_same_tensors
 
+    _require_began_with(found, weights)
+    require_shards(found, shards)
     task_of(task, found, "Starting islands of ours")
     work = workload_of(config, task)
     _require_own_settings(found, work.config)

@@ -30,7 +30,7 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours, put_back
 from archipelago.ops.launch.devices import MEMORY_SHARE, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
-from archipelago.ops.launch.init import create, require_began_with, require_same, text_of, trainable
+from archipelago.ops.launch.init import create, require_same, text_of, trainable
 from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
@@ -209,37 +209,38 @@ def _find_or_create(
     transport: Transport, config: RunConfig, kept: MergerFolder, options: UpOptions
 ) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether it was created now. Checkpoints of a run are never overwritten."""
-    known = transport.run in transport.reader.runs()
+    known, found = transport.run in transport.reader.runs(), None
     if not known:
         kept.fetch()
     if numbers := kept.store.numbers():
-        config = _extended(transport, kept.find_or_bring_back(transport, resume=options.resume), config, options)
-        if not known:
-            say(f"this Redis did not have the run: it continues from checkpoint {numbers[-1]} in {kept.path}")
+        found = kept.find_or_bring_back(transport, resume=options.resume)
     elif known:
         with suppress(UnknownRunError):  # its name is all that is left of it
-            config = _extended(transport, transport.reader.manifest(), config, options)
-    return create(transport, config, options.from_, task=options.task, shards=options.shards)
+            found = transport.reader.manifest()
+    if found is None:
+        return create(transport, config, options.from_, task=options.task, shards=options.shards)
+    _extend(transport, found, config, options)
+    if not known:
+        say(f"this Redis did not have the run: it continues from checkpoint {numbers[-1]} in {kept.path}")
+    return found, False
 
 
-def _extended(transport: Transport, found: Manifest, config: RunConfig, options: UpOptions) -> RunConfig:
-    """Extend a run if the user gives more steps than it has, and return the config with its original number of steps.
+def _extend(transport: Transport, found: Manifest, config: RunConfig, options: UpOptions) -> None:
+    """Extend a run if the user gives more steps than it has.
 
     The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it. Without
     inner.steps, the run keeps its length: the default is that of new runs. Raises MismatchError, before anything
     changes, if another setting is not the run's.
     """
-    require_began_with(found, options.from_)
     own, now, wanted = found.config.inner.steps, run_steps(found.config, transport.reader.control()), config.inner.steps
     if wanted == RunConfig().inner.steps and not is_given(f"--{STEPS}", options.config):
         wanted = now
     same = replace(config, inner=replace(config.inner, steps=own))
     is_shorter = wanted < now and wanted != own
-    require_same(found, config if is_shorter else same, options.task)
+    require_same(found, config if is_shorter else same, options.from_, task=options.task, shards=options.shards)
     if wanted > now:
         whole(transport, found).reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
         say(f"run {found.run!r} is extended from {now:,} to {wanted:,} steps")
-    return same
 
 
 def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[RedisServer | None, str]:
