@@ -48,7 +48,7 @@ _ORDER = ("bad", "warn", "info")
 #: The states of a run that follow from its problems. The first that it has counts.
 _STATES = {
     "run.paused": "paused", "run.no-islands": "no islands", "shard.unreachable": "shard away",
-    "merger.missing": "no merger", "shard.no-merger": "no merger", "run.stalled": "stalled",
+    "merger.missing": "no merger", "run.stalled": "stalled",
 }  # fmt: skip
 
 
@@ -198,16 +198,15 @@ def _merger_problems(view: RunView) -> Iterator[Problem]:
     if {island.state for island in view.islands if island.live} == {"joining"}:  # compiling, for example
         longest *= LOADING_FACTOR
     stalls = status.still_seconds > longest
-    if view.lacks_merger and status.holders:
-        yield _shards_without_merger(view)
-    elif view.lacks_merger or view.refused:
-        start = f"Start one with `archipelago merger URL --run {view.run}`. It goes on where the last one stopped. "
-        start += "Until then islands train on, and their work waits for one."
+    if view.lacks_merger or view.refused:
+        lacking = f"{numbered('shard', status.unserved)}, and the others go on" if status.holders else "the run"
+        start = f"Start one with `archipelago merger URL --run {view.run}`. It takes what has none, and goes on where "
+        start += "the last one stopped. Until then islands train on, and their work waits for one."
         if 0 < view.memory_limit_bytes <= view.memory_bytes:
             start = "Redis is full, so a merger that runs cannot write either. Raise `maxmemory`: it goes on by itself."
         again = view.up and f"Continue the run with `{view.up}`."
         yield Problem(
-            "merger.missing", "bad", "merger", "No merger serves the run.", view.refused or again or start,
+            "merger.missing", "bad", "merger", f"No merger serves {lacking}.", view.refused or again or start,
             status.still_seconds,
         )  # fmt: skip
     elif stalls and not view.control.is_paused:
@@ -244,19 +243,6 @@ def _unreachable_shards(view: RunView) -> Iterator[Problem]:
         f"the run leave out {numbered('fragment', fragments)} of {view.fragments}. The others go on.",
         "Start its node of the cluster again, or mend the network between it and this machine. Its figures return when "
         "it answers, and islands then send what they owe it.",
-    )  # fmt: skip
-
-
-def _shards_without_merger(view: RunView) -> Problem:
-    status = view.merger
-    still = [fragment for shard in status.unserved for fragment in view.shards[shard]]
-    return Problem(
-        "shard.no-merger", "bad", "merger",
-        f"No merger serves {numbered('shard', status.unserved)}. Standing still: {numbered('fragment', sorted(still))} "
-        f"of {view.fragments}. The others go on.",
-        f"Start a merger with `archipelago merger URL --run {view.run}`. It takes the shards that have none, and "
-        "goes on where the last one stopped.",
-        max(status.shards[shard].still_seconds for shard in status.unserved),
     )  # fmt: skip
 
 
