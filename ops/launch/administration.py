@@ -44,6 +44,8 @@ class Administrator:
         self.transport, self.membership, self.run = transport, transport.membership, transport.run
         self._url = url
         self.file = folder / ADMIN_FILE
+        found = self.membership.all()  # Revoking the last member leaves the key.
+        self._has_lost = not (found.by_name or found.faults or found.merger_key)
 
     def user_of(self, name: str) -> str:
         """Return the name of the Redis user that a member has, or would get."""
@@ -52,16 +54,15 @@ class Administrator:
 
     # -- the mergers' key ---------------------------------------------------------------------------------------------
 
-    def open(self) -> bool:
-        """Create the key of the run's mergers unless there is one. Return whether it was created now.
+    def open(self) -> None:
+        """Create the key of the run's mergers unless there is one.
 
         From then on the run is signed, and so is what Redis holds of it already. The private key and the URL are kept
         in the file `admin.join`.
         """
         invited, announced = self.transport.invitation, self.membership.all().merger_key
         private = self._kept_key() or (invited.private_key if invited is not None and invited.role == ADMIN else "")
-        created = not announced and not private
-        if created:
+        if not announced and not private:
             private = key_text(signing.generate()[0])
         if private:
             make_untracked(self.file.parent)
@@ -77,7 +78,6 @@ class Administrator:
                 )
             for shard in self._shards():
                 sign_stored(shard.connection, shard.chunks, shard.merger.lease, raw_key(private))
-        return created
 
     def _shards(self) -> list[RedisTransport]:
         """Return the connections to all shards of the run; to the first one before it exists."""
@@ -213,16 +213,21 @@ class Administrator:
         content = json.dumps({"uid": self.transport.reader.uid(), "members": records})
         write_atomically(self.file.with_name(MEMBERS_FILE), content, mode=PRIVATE)
 
-    def has_lost(self) -> bool:
-        """Return whether this Redis knows nothing of the run's members. Revoking the last one leaves the key."""
-        found = self.membership.all()
-        return not (found.by_name or found.faults or found.merger_key)
+    def put_back(self, renewed: Collection[str]) -> None:
+        """Put the members back if this Redis knew nothing of them, and say so.
 
-    def put_back(self) -> list[str]:
-        """Put the members of this run back that a Redis has lost (`has_lost`), and return their names.
-
-        Their users may be lost, too: then they need new credentials (`invite --replace`).
+        Name those whose users are lost. They need new credentials (`invite --replace`), but for the `renewed`, who get
+        new ones now.
         """
+        if self._has_lost and (names := self._put_records_back()):
+            say(f"this Redis had lost the members of the run {self.run!r}: {', '.join(names)} are put back")
+        users, members = self.membership.users(), self.membership.all().by_name
+        own = {name: member.user or roles.user_of(self.run, name) for name, member in members.items()}
+        lost = [name for name in sorted(own) if users is not None and own[name] not in users and name not in renewed]
+        if lost:
+            say(f"this Redis has no users for {', '.join(lost)}: invite each of them again, with --replace")
+
+    def _put_records_back(self) -> list[str]:
         file = self.file.with_name(MEMBERS_FILE)
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
@@ -241,20 +246,6 @@ class Administrator:
             if signs:
                 self.open()
         return sorted(members)
-
-
-def put_back(administrator: Administrator, *, has_lost: bool, renewed: Collection[str] = ()) -> None:
-    """Put back what a Redis has lost of a run's members. Say so, and name those whose users it has lost.
-
-    `renewed` are the members that get new users now.
-    """
-    if has_lost and (names := administrator.put_back()):
-        say(f"this Redis had lost the members of the run {administrator.run!r}: {', '.join(names)} are put back")
-    users, members = administrator.membership.users(), administrator.membership.all().by_name
-    own = {name: member.user or roles.user_of(administrator.run, name) for name, member in members.items()}
-    lost = [name for name in sorted(own) if users is not None and own[name] not in users and name not in renewed]
-    if lost:
-        say(f"this Redis has no users for {', '.join(lost)}: invite each of them again, with --replace")
 
 
 def public_text(private: str) -> str:

@@ -28,6 +28,7 @@ from archipelago.broker.redis.failures import OLDEST
 from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, tls_settings
 from archipelago.ops.launch.supervisor import Child
 
+#: How long a server may be silent at its start. Loading its data may take longer.
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 LEFTOVER_SECONDS = 5.0
@@ -223,12 +224,9 @@ class RedisServer(contextlib.ExitStack):
         pid: The process ID of the server itself, not of a supervisor process above it.
     """
 
-    def __init__(
-        self, program: Program, folder: Path, host: str | None, append_only: bool, timeout_seconds: float
-    ) -> None:
+    def __init__(self, program: Program, folder: Path, host: str | None, append_only: bool) -> None:
         super().__init__()
-        self.program, self.folder, self.host = program, folder, host
-        self._append_only, self._seconds = append_only, timeout_seconds
+        self.program, self.folder, self.host, self._append_only = program, folder, host, append_only
         self.port, self.pid, self.address = 0, 0, ServerAddress(0, "")
         self._child: Child | None = None
 
@@ -276,7 +274,7 @@ class RedisServer(contextlib.ExitStack):
         if self._serves():
             return
         said = log.read_bytes()[log_start:].decode(errors="replace").strip()
-        ended = f"did not answer for {self._seconds:g} s"
+        ended = f"did not answer for {START_SECONDS:g} s"
         if not child.alive() and child.process:
             ended = f"ended with status {child.process.returncode}"
         raise BrokerError(
@@ -288,24 +286,19 @@ class RedisServer(contextlib.ExitStack):
 
     def _serves(self) -> bool:
         """Wait until the process answers. Return False if it ends or is silent for too long."""
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + START_SECONDS
         while (found := self.address.state())[0] != "ready":
             if not self.alive() or time.monotonic() > deadline:
                 return False
             if found[0] == "loading":
-                deadline = time.monotonic() + self._seconds
+                deadline = time.monotonic() + START_SECONDS
             time.sleep(POLL_SECONDS)
         self.pid = found[1]
         return True
 
 
 def start_server(
-    path: Path,
-    program: Program | None = None,
-    *,
-    timeout_seconds: float = START_SECONDS,
-    append_only: bool = True,
-    host: str | None = None,
+    path: Path, program: Program | None = None, *, append_only: bool = True, host: str | None = None
 ) -> RedisServer:
     """Start a server in a folder and wait until it answers.
 
@@ -314,7 +307,6 @@ def start_server(
     Args:
         path: The folder for its config, log and data.
         program: The default is the kind that wrote the folder's data, or the preferred one.
-        timeout_seconds: How long the server may be silent. Loading its data may take longer.
         append_only: Whether to keep data on disk. Measurements turn this off.
         host: The name or address under which other machines reach the server; None if they must not.
 
@@ -323,7 +315,7 @@ def start_server(
     """
     folder = path.absolute()
     program = program or find_program(last_start(folder)[0], with_tls=host is not None)
-    server = RedisServer(program, folder, host, append_only, timeout_seconds)
+    server = RedisServer(program, folder, host, append_only)
     try:
         server.start()
     except BaseException:

@@ -20,7 +20,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, invitation_at, print_json
-from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, put_back
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.launch.rm import living
 from archipelago.ops.settings import confirm, say, table_console
 from archipelago.ops.watch.doctor.server import is_local
@@ -54,7 +54,7 @@ class AdministratorOptions:
             transport.reader.manifest()  # only a run that exists can have members
             url = invited.url if invited else address
             administrator = Administrator(transport, url, self.folder / transport.run)
-            put_back(administrator, has_lost=administrator.has_lost(), renewed=[self.name])
+            administrator.put_back([self.name])
             yield administrator
 
     def _kept(self) -> str:

@@ -27,7 +27,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.mesh import parsed
 from archipelago.merger.accelerator import MEMORY_SHARE as SPECTRA_SHARE
 from archipelago.merger.storage import MergerFolder
-from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours, put_back
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
 from archipelago.ops.launch.devices import MEMORY_SHARE, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, text_of, trainable
@@ -115,10 +115,9 @@ def main(options: UpOptions) -> int:
         transport = stack.enter_context(closing(connect(url, name, invited)))
         if not server:
             require_writable(folder)
-        administrator, has_lost = None, False
+        administrator = None
         if server and server.host:
             administrator = Administrator(transport, server.address.url(server.host), folder)
-            has_lost = administrator.has_lost()
             administrator.open()  # before anything is written into the run
         elif server:
             invitations.write(folder / ADMIN_FILE, Invitation(url, name, ADMIN, ADMIN))
@@ -132,7 +131,7 @@ def main(options: UpOptions) -> int:
             say(f"  device  {line}")
         joins: dict[str, str] = {}
         if administrator:
-            put_back(administrator, has_lost=has_lost, renewed=["merger", "standby", *names])
+            administrator.put_back(["merger", "standby", *names])
             joins = invite_ours(administrator, url, names)
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.

@@ -250,8 +250,9 @@ def test_a_silent_program_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monotonic=lambda: next(ticks) if marker.exists() and marker.read_text().endswith("\n") else 0, sleep=time.sleep
     )
     monkeypatch.setattr(embedded_redis, "time", clock)
+    monkeypatch.setattr(embedded_redis, "START_SECONDS", 1.5)
     with failing(BrokerError, "broker.start-failed"):
-        start_server(tmp_path / "redis", silent, timeout_seconds=1.5)
+        start_server(tmp_path / "redis", silent)
     assert gone(int(marker.read_text()))
 
 
@@ -265,10 +266,11 @@ def test_a_server_may_load_for_longer_than_the_silence_limit(
     monkeypatch.setattr(
         embedded_redis, "time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda _seconds: None)
     )
-    with start_server(tmp_path / "first", valkey, timeout_seconds=5.0) as server:
+    monkeypatch.setattr(embedded_redis, "START_SECONDS", 5.0)
+    with start_server(tmp_path / "first", valkey) as server:
         assert server.pid == 7
     with failing(BrokerError, "broker.start-failed"):
-        start_server(tmp_path / "second", valkey, timeout_seconds=5.0)
+        start_server(tmp_path / "second", valkey)
 
 
 def test_what_is_no_server_of_ours_is_away(tmp_path: Path) -> None:
