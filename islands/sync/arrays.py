@@ -139,42 +139,13 @@ def _on_devices(sharding: Sharding | None, devices: list[jax.Device]) -> NamedSh
     return NamedSharding(_automatic(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def _devices(sharding: NamedSharding) -> list[jax.Device]:
-    return list(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else []
-
-
 def to_sharding(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Return a leaf of the loop where its fragment is computed. This copies no array that is there already.
+    """Return a leaf in another sharding. JAX copies no array of one process whose bytes are there already.
 
     An array of numpy is always copied, because `device_put` may share its memory, which the loop may change in place.
     """
-    if isinstance(leaf, jax.Array) and isinstance(sharding, NamedSharding):
-        there = _on_devices(leaf.sharding, _devices(sharding))
-        if there is not None:
-            return _same_bytes(leaf, there)
     placed: jax.Array = jax.device_put(leaf.copy() if isinstance(leaf, np.ndarray) else leaf, sharding)
     return placed
-
-
-def settled(leaf: jax.Array, wanted: Sharding) -> jax.Array:
-    """Return a computed leaf in the sharding that the loop uses."""
-    if leaf.sharding == wanted:
-        return leaf
-    if isinstance(wanted, NamedSharding) and isinstance(leaf.sharding, NamedSharding):
-        there = _on_devices(wanted, _devices(leaf.sharding))
-        if there is not None and leaf.sharding.is_equivalent_to(there, leaf.ndim):
-            return _same_bytes(leaf, wanted)
-    placed: jax.Array = jax.device_put(leaf, wanted)
-    return placed
-
-
-def _same_bytes(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return an array of the same buffers under another name of the same placement."""
-    if leaf.sharding == sharding:
-        return leaf
-    return jax.make_array_from_single_device_arrays(
-        leaf.shape, sharding, [shard.data for shard in leaf.addressable_shards], dtype=leaf.dtype
-    )
 
 
 def own_pieces(leaf: Any) -> list[Any]:

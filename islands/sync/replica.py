@@ -33,7 +33,6 @@ from archipelago.islands.sync.arrays import (
     own_copy,
     plain_templates,
     put,
-    settled,
     sharding_of,
     to_sharding,
     unflatten,
@@ -148,7 +147,7 @@ class Replica:
         new = self._placed(fragment, new_N) if isinstance(new_N, np.ndarray) else new_N
         part, self.references[fragment] = self._adopted(fragment, new, self._part(fragment, tensors))
         used = ((name, leaf, self._shardings[name]) for name, leaf in part.items())
-        return {**tensors, **{name: leaf if where is None else settled(leaf, where) for name, leaf, where in used}}
+        return {**tensors, **{name: leaf if where is None else to_sharding(leaf, where) for name, leaf, where in used}}
 
     def _adopted(self, fragment: int, new: Any, part: Tensors) -> tuple[Tensors, Any]:
         """Return a fragment's next tensors and its next reference."""
