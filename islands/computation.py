@@ -17,6 +17,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.inner import InnerState, InnerSteps, begin, moment_bounds
 from archipelago.islands.models.interface import Params
 from archipelago.islands.placement import Placement
+from archipelago.islands.sync.adoption import Parameters
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.recovery import NO_BOUNDS
 from archipelago.islands.sync.replica import Replica
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from archipelago.islands.team.jax_team import JaxTeam
 
 
-class Computation:
+class Computation(Parameters):
     """The arrays of an island, and everything that is computed with them: parameters, optimiser, inner steps."""
 
     def __init__(
@@ -114,12 +115,6 @@ class Computation:
     def replace(self, named: Mapping[str, Any]) -> None:
         """Replace the parameters. The inner optimiser's state stays."""
         self.inner = self.inner._replace(params=dict(named))
-
-    def are_there(self) -> bool:
-        return True
-
-    def require_frozen(self) -> None:
-        """Do nothing: what a task does not train is a constant of its program."""
 
     def not_finite(self) -> list[str]:
         return not_finite(self.inner.params)

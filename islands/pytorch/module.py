@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,12 +15,13 @@ from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.llama import Names, misnamed, place_of
 from archipelago.islands.pytorch.host import FrozenTensors
 from archipelago.islands.pytorch.pieces import TensorPieces, mesh_of, own_piece, put_back
+from archipelago.islands.sync.adoption import Parameters
 from archipelago.islands.user_loop.tensors import KindOf, Trained, frozen_changed, nothing_trained, trained_by
 
 MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class ModuleParameters:
+class ModuleParameters(Parameters):
     """The tensors of a module that are merged, which are changed in place.
 
     Parameters of float32, bfloat16 and float16 that are trained are merged, in float32. The other parameters are
@@ -192,13 +193,6 @@ class ModuleParameters:
                     own_piece(tensor).copy_(own[name])
                 for module, mode in modes.items():
                     module.training = mode
-
-    def replace(self, named: Mapping[str, Any]) -> None:
-        """Do nothing: the replica has changed the tensors in place."""
-
-    def are_there(self) -> bool:
-        """Return True: nothing takes a module's parameters away."""
-        return True
 
     def not_finite(self) -> list[str]:
         return [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_piece(tensor)).all())]

@@ -49,10 +49,6 @@ class StateEntry:
     device: Any = None
 
     @property
-    def states(self) -> Any:
-        return self.optimizer.state
-
-    @property
     def tensor(self) -> Any:
         return self.example if torch.is_tensor(self.example) else torch.as_tensor(self.example, device="cpu")
 
@@ -64,7 +60,7 @@ class StateEntry:
 
     def present(self) -> Any:
         """Return a copy of what this process holds of it, as it travels; zeros if the optimiser has not made it yet."""
-        value = self.states.get(self.parameter, {}).get(self.key)
+        value = self.optimizer.state.get(self.parameter, {}).get(self.key)
         if value is None:
             value = torch.zeros(own_piece(self.tensor).shape, dtype=self.tensor.dtype, device="cpu")
         own = own_piece(value) if torch.is_tensor(value) else torch.as_tensor(value, device="cpu")
@@ -77,7 +73,7 @@ class StateEntry:
         else:
             like = own_piece(self.example)  # fused kernels need the strides of the parameter
             value = joined_like(torch.empty_like(like, device=self.device).copy_(own), self.example)
-        self.states[self.parameter][self.key] = value
+        self.optimizer.state[self.parameter][self.key] = value
 
 
 class OptimizerState:
@@ -146,7 +142,7 @@ class OptimizerState:
 
     def still_travels(self) -> bool:
         """Return whether the state has the layout that it had at first. Otherwise no peer could use it from now on."""
-        known = {(id(e.states), id(e.parameter), e.key): _layout(e.example) for e in self.entries}
+        known = {(id(e.optimizer.state), id(e.parameter), e.key): _layout(e.example) for e in self.entries}
         for optimizer, _, parameter, _, key, value in self._values() if self.can_travel else ():
             was = known.get((id(optimizer.state), id(parameter), key), "missing")
             if _layout(value) != was and self.can_travel:

@@ -11,12 +11,11 @@ To add a rule, write the function, register it in `RULES` and name it in `AdoptC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.errors import DivergedError
-from archipelago.broker.ranges import ReadPosition
 
 #: A vector of any framework.
 Array = Any
@@ -74,32 +73,25 @@ class AnyReplica(Protocol):
 
 
 class Parameters(Protocol):
-    """The parameters of a loop, by the names of the run's tensors."""
+    """The parameters of a loop, by the names of the run's tensors. A loop changes what its framework needs."""
 
     def named(self) -> Mapping[str, Any]:
         """Return the present parameters by name. Raises ConfigError if they are not those of the run."""
 
     def replace(self, named: Mapping[str, Any]) -> None:
-        """Replace the parameters between two steps."""
+        """Replace the parameters between two steps. This does nothing where the replica changes them in place."""
+        return
 
     def are_there(self) -> bool:
         """Return whether the parameters can be read. Those that were given to a later step cannot."""
+        return True
 
     def require_frozen(self) -> None:
         """Raise ConfigError (`loop.frozen-changed`) if a tensor that is not trained has changed. This may wait."""
+        return
 
     def not_finite(self) -> list[str]:
         """Return the names of those with NaN or infinity. This waits for the device."""
-
-
-class Ranges(Protocol):
-    """The leased ranges of the run's text that a loop reads."""
-
-    def positions(self) -> Sequence[ReadPosition]:
-        """Return how far each leased range was read."""
-
-    def forget(self, ranges: Collection[str]) -> None:
-        """Forget leases that have ended or were lost."""
 
 
 def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:

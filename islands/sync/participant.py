@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.control import DRAIN, EXPEL
@@ -19,13 +19,16 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Marker, Resume
 from archipelago.broker.presence import Heartbeat
-from archipelago.islands.sync.adoption import AnyReplica, Parameters, Ranges, not_finite
+from archipelago.islands.sync.adoption import AnyReplica, Parameters, not_finite
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.ledger import Ledger
 from archipelago.islands.sync.measures import Losses, Speed, Totals, averaged
 from archipelago.islands.sync.recovery import OptimizerAccess, StateForPeer
+
+if TYPE_CHECKING:
+    from archipelago.islands.data.batches import Supply
 
 #: An island that no merger serves leaves after as many steps as the run has, and no sooner than after this time.
 STRANDED_SECONDS = 60.0
@@ -61,7 +64,7 @@ class Participant:
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
         *,
-        ranges: Ranges | None = None,
+        ranges: Supply | None = None,
         on_marker: Callable[[Participant], object] | None = None,
         diverged_max: int = 1,
     ) -> None:
@@ -73,7 +76,7 @@ class Participant:
             device: The name of the device that the island trains on.
             optimizer: The state of the loop's optimiser. Without it, no peer gives such state or gets it.
             incarnation: Distinguishes this process from earlier ones of the same name; random by default.
-            ranges: The ranges of the run's text that the loop reads, if any.
+            ranges: The batches that the loop reads from ranges of the run's text, if any.
             on_marker: Called between two inner steps for each checkpoint of the merger.
             diverged_max: The island leaves after this many losses in a row that are not finite. Some optimisers skip a
                 step that fails.
