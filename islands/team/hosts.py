@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, HostError, require_number
 from archipelago.broker.manifest import installed_versions
 from archipelago.broker.observe import logs
 from archipelago.broker.process import FAILED, INTERRUPTED, OUTAGE, StoppedWaiting, keep_compiled, supervised_status
@@ -56,28 +56,21 @@ def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> H
     if coordinator is None and (hosts, rank) in ((None, None), (1, None), (1, 0)):
         return None
     if coordinator is None or hosts is None or rank is None:
-        raise _flag_error(
-            "an island over several hosts needs --coordinator, --hosts and --host-rank", "Give all three."
+        raise ConfigError(
+            "an island over several hosts needs --coordinator, --hosts and --host-rank",
+            "Give all three.",
+            code="config.value",
         )
     found = re.fullmatch(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})", coordinator)
     if not found or not 0 < int(found[1]) <= PORT_MAX:
-        raise _flag_error(
+        raise ConfigError(
             f"--coordinator {coordinator!r:.80} is no address",
             "Give the first host and a free port of it, such as node0:9000.",
+            code="config.value",
         )
-    if not 1 <= hosts <= HOSTS_MAX:
-        raise _flag_error(f"--hosts is {hosts}", f"Give a number from 1 to {HOSTS_MAX}.")
-    if not 0 <= rank < hosts:
-        raise _flag_error(
-            f"--host-rank is {rank}, and the island has {hosts} hosts",
-            f"Give each process another number from 0 to {hosts - 1}.",
-        )
+    require_number("--hosts", hosts, f"Give a number from 1 to {HOSTS_MAX}.", least=1, most=HOSTS_MAX)
+    require_number("--host-rank", rank, f"Give each host another number from 0 to {hosts - 1}.", most=hosts - 1)
     return HostRank(coordinator, hosts, rank) if hosts > 1 else None
-
-
-def _flag_error(what: str, remedy: str) -> ConfigError:
-    """Return the error of flags that give a process no rank."""
-    return ConfigError(what, remedy, code="config.value")
 
 
 def alike(options: IslandOptions, here: HostRank) -> dict[str, str]:
