@@ -19,8 +19,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,6 @@ CONNECT_SECONDS = 0.1
 #: A time without a step is downtime if a connection was lost in it, or if it is longer than this, and than this many
 #: median times between steps.
 DOWN_SECONDS, DOWN_STEPS = 1.0, 2.0
-#: A worker's connection to the hub.
-Member = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass
@@ -87,9 +85,8 @@ class Hub(LoopServer):
     def __init__(self, names: Sequence[str], progress: GroupProgress) -> None:
         super().__init__("hub")
         self._names, self._progress = tuple(names), progress
-        self._members: dict[str, Member] = {}
-        self._idle = asyncio.Event()  # no exchange runs
-        self._idle.set()
+        self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._arrived: dict[str, tuple[int, Vector]] = {}
         self.port = 0
 
     async def _begin(self) -> None:
@@ -98,8 +95,8 @@ class Hub(LoopServer):
 
     async def _end(self) -> None:
         self._server.close()
-        self._drop(self._members)
-        await self._idle.wait()
+        for writer in self._writers.values():
+            writer.transport.abort()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -107,61 +104,55 @@ class Hub(LoopServer):
         await asyncio.sleep(0)  # Closed transports free their sockets in the next turn of the loop.
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a worker. The connection that completes the group also runs its exchange."""
+        """Serve a worker until its connection is lost. The gradient that arrives last is followed by the mean."""
         name = (await reader.readline()).decode(errors="replace").strip()
         if name not in self._names:
             writer.transport.abort()
             return
-        while not self._idle.is_set():  # The worker is back before the end of its old connection has arrived.
-            self._drop(self._members)
-            await self._idle.wait()
-        self._drop({each: one for each, one in self._members.items() if each == name or one[0].at_eof()})
-        self._members[name] = reader, writer
-        if len(self._members) == len(self._names):
-            await self._exchange({each: self._members[each] for each in self._names})
-
-    async def _exchange(self, members: Mapping[str, Member]) -> None:
-        self._idle.clear()
-        progress = self._progress
-        try:
-            await _send(members, b"%d\n" % progress.saved)
+        if name in self._writers:  # The worker is back before the end of its old connection has arrived.
+            self._lose(name)
+        self._writers[name] = writer
+        if self._is_whole:
+            self._arrived.clear()
+            self._send(b"%d\n" % self._progress.saved)
+        with suppress(OSError, asyncio.IncompleteReadError):
             while True:
-                saved, gradients = zip(*await _all(_receive(reader) for reader, _ in members.values()), strict=True)
-                mean_N = np.mean(gradients, axis=0, dtype=np.float32)
-                progress.step, progress.saved = progress.step + 1, saved[0]
-                progress.made.append(time.monotonic())
-                await _send(members, mean_N.tobytes())
-        except* (OSError, asyncio.IncompleteReadError):
-            progress.step = progress.saved  # All return to the last checkpoint.
-            progress.lost.append(time.monotonic())
-        finally:
-            self._drop(members)
-            self._idle.set()
+                saved, count = map(int, (await reader.readuntil()).split())
+                gradient_N = np.frombuffer(await reader.readexactly(count), np.float32)
+                if self._writers.get(name) is not writer:
+                    return  # It was left in the buffer of a connection that was lost.
+                self._arrived[name] = saved, gradient_N
+                if len(self._arrived) == len(self._names):
+                    self._step()
+        if self._writers.get(name) is writer:
+            self._lose(name)
 
-    def _drop(self, members: Mapping[str, Member]) -> None:
-        for name, member in list(members.items()):
-            member[1].transport.abort()
-            if self._members.get(name) is member:
-                del self._members[name]
+    @property
+    def _is_whole(self) -> bool:
+        return len(self._writers) == len(self._names)
 
+    def _step(self) -> None:
+        """Send all workers the mean of their gradients."""
+        saved, gradients = zip(*(self._arrived[name] for name in self._names), strict=True)
+        self._arrived.clear()
+        mean_N = np.mean(gradients, axis=0, dtype=np.float32)
+        self._progress.step, self._progress.saved = self._progress.step + 1, saved[0]
+        self._progress.made.append(time.monotonic())
+        self._send(mean_N.tobytes())
 
-async def _receive(reader: asyncio.StreamReader) -> tuple[int, Any]:
-    """Return the step of a worker's last checkpoint, and its gradient: float32 [N]."""
-    saved, count = map(int, (await reader.readuntil()).split())
-    return saved, np.frombuffer(await reader.readexactly(count), np.float32)
+    def _send(self, message: bytes) -> None:
+        """Send all workers a message. None has an earlier one before it, because each answers before the next."""
+        for writer in self._writers.values():
+            writer.write(message)
 
-
-async def _send(members: Mapping[str, Member], message: bytes) -> None:
-    for _, writer in members.values():
-        writer.write(message)
-    await _all(writer.drain() for _, writer in members.values())
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await all calls at once. Raise an ExceptionGroup as soon as one fails."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(call) for call in calls]
-    return [task.result() for task in tasks]
+    def _lose(self, name: str) -> None:
+        """End the connection of a worker, and those of all if the group was whole: it returns to its checkpoint."""
+        lost = self._names if self._is_whole else (name,)
+        if self._is_whole:
+            self._progress.step = self._progress.saved
+            self._progress.lost.append(time.monotonic())
+        for each in lost:
+            self._writers.pop(each).transport.abort()
 
 
 def worker_faults(faults: Iterable[Fault], names: Sequence[str]) -> tuple[Fault, ...]:

@@ -117,9 +117,9 @@ class Proxy(LoopServer):
         self.port = 0
         self._open = asyncio.Event()
         self._server: asyncio.Server | None = None
+        #: The tasks of connections, and the two ends of each.
         self._writers: dict[asyncio.Task[Any], set[asyncio.StreamWriter]] = {}
         self._forgotten: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def url(self, url: str) -> str:
         """Return the URL of the server behind `url` as a client reaches it through the proxy."""
@@ -167,10 +167,9 @@ class Proxy(LoopServer):
             self._server = None
             self._socket = _bound(self.port)  # This keeps the port without listening.
         if reset:
-            for both in self._writers.values():
+            for task, both in self._writers.items():
                 for writer in both:
                     _reset(writer)
-            for task in self._tasks:
                 task.cancel()
 
     async def _heal(self) -> None:
@@ -182,7 +181,7 @@ class Proxy(LoopServer):
         await self._cut(reset=True)
         for writer in self._forgotten:
             _reset(writer)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._writers, return_exceptions=True)
         self._socket.close()
         await asyncio.sleep(0)  # Closed transports free their sockets in the next turn of the loop.
 
@@ -192,28 +191,13 @@ class Proxy(LoopServer):
             task.cancel()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101
-        self._tasks.add(task)
-        try:
-            await self._serve(reader, writer)
-        except asyncio.CancelledError:
-            pass  # The proxy ends, or has forgotten this connection.
-        finally:
-            self._tasks.discard(task)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, until both directions have ended or one side is gone."""
-        try:
-            far_reader, far_writer = await asyncio.open_connection(LOOPBACK, self._target_port)
-        except OSError:
-            _reset(writer)
-            return
-        both = {writer, far_writer}
-        task = asyncio.current_task()
+        task, both = asyncio.current_task(), {writer}
         assert task is not None  # noqa: S101
         self._writers[task] = both
         try:
+            far_reader, far_writer = await asyncio.open_connection(LOOPBACK, self._target_port)
+            both.add(far_writer)
             async with asyncio.TaskGroup() as group:
                 for start, end, way in ((reader, far_writer, self._up), (far_reader, writer, self._down)):
                     pieces: _Pieces = asyncio.Queue(PIECES_IN_FLIGHT)
@@ -222,6 +206,8 @@ class Proxy(LoopServer):
         except* OSError:
             for one in both:
                 _reset(one)  # An error of one side resets the other one.
+        except* asyncio.CancelledError:
+            pass  # The proxy ends, or has forgotten this connection.
         finally:
             del self._writers[task]
             for one in both - self._forgotten:
