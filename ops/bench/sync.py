@@ -12,14 +12,14 @@ import json
 import math
 import os
 import statistics
-import tempfile
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from archipelago.islands.worker import Island
 from archipelago.ops.bench.harness import MeasuredProcess, child, manifest_of, own_run, serve_merger, wait_until
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row, taking_turns
 from archipelago.ops.launch.devices import memory_share
-from archipelago.ops.launch.supervisor import Child, thread_environment
+from archipelago.ops.launch.supervisor import thread_environment
 from archipelago.ops.settings import say
 
 RUN = "sync"
@@ -114,24 +114,27 @@ def sync(options: SyncOptions) -> dict[str, Any]:
     Seconds and traffic are medians over syncs, and a sync is timed from the start of the first process to the end of
     the last one.
     """
-    python = options.torchft_python or os.environ.get(TORCHFT_PYTHON, "")
-    with two_islands(options) as ours, Torchft(options, python) as theirs:
-        rows = _turns(options, ours, theirs)
+    python, against = options.torchft_python or os.environ.get(TORCHFT_PYTHON, ""), ""
+    with contextlib.ExitStack() as held:
+        others = []
+        if python:
+            against, theirs = held.enter_context(torchft(options, python))
+            others.append(theirs)
+        else:
+            say(f"torchft is left out: give --torchft-python, or ${TORCHFT_PYTHON}")
+        ours = held.enter_context(two_islands(options))
+        found = taking_turns([ours, *others], options.rounds, WARM_UPS)
     return {
         "parameters": sum(tensor.size for tensor in options.tensors),
         "fragments": FRAGMENTS,
         "codecs": f"{WIRE.up} up, {WIRE.down} down; torchft float32",
-        "torchft": theirs.reason or theirs.name,
-        "rows": rows,
+        "torchft": against,
+        "rows": rows_of(found, against),
     }
 
 
-def _turns(options: SyncOptions, ours: Callable[[], Synced], theirs: Torchft) -> list[dict[str, Any]]:
-    if theirs.reason:
-        say(f"torchft is left out: {theirs.reason}")
-    sides = [ours] if theirs.reason else [ours, theirs.sync]
-    found = taking_turns(sides, options.rounds, WARM_UPS)
-    against = "" if theirs.reason else theirs.name
+def rows_of(found: Sequence[Sequence[Synced]], against: str) -> list[dict[str, Any]]:
+    """Return the lines of the table from the syncs of our side, and of torchft if it ran."""
 
     def row(what: str, of: Callable[[Sequence[Synced]], float], ratio: float | str = "") -> dict[str, Any]:
         return ratio_row(what, of(found[0]), against, of(found[1]) if against else "", ratio)
@@ -139,7 +142,7 @@ def _turns(options: SyncOptions, ours: Callable[[], Synced], theirs: Torchft) ->
     ratio = compared(*([each.seconds for each in side] for side in found)).ratio if against else ""
     return [
         row("a sync, s", lambda side: statistics.median(each.seconds for each in side), ratio),
-        row(f"  of {options.rounds} syncs, both took part in", lambda side: sum(each.committed for each in side)),
+        row(f"  of {len(found[0])} syncs, both took part in", lambda side: sum(each.committed for each in side)),
         row("  traffic of a process, both ways, MB", lambda side: statistics.median(each.megabytes for each in side)),
     ]
 
@@ -260,63 +263,47 @@ def stand_in(manifest: Manifest, seed: int) -> InnerSteps:
 # -- torchft's side ----------------------------------------------------------------------------------------------------
 
 
-class Torchft:
-    """Two replicas and a lighthouse in another Python environment, in its `with` block.
+@contextlib.contextmanager
+def torchft(options: SyncOptions, python: str) -> Iterator[tuple[str, Callable[[], Synced]]]:
+    """Start two replicas and a lighthouse by a Python that has torchft. Yield its version, and what syncs them once.
 
-    Args:
-        options: These have the shape of the tensors.
-        python: Path of a Python that has torchft; empty for none.
-
-    Attributes:
-        name: torchft, with its version if it runs.
-        reason: Why it cannot sync; empty if it can.
+    Raises BrokerError (`bench.process-failed`) if the process cannot be started, or ends.
     """
 
-    def __init__(self, options: SyncOptions, python: str) -> None:
-        asked = json.dumps({"tensors": TENSORS, "shape": options.shape, "timeout_seconds": PATIENCE_SECONDS})
-        self.name, self.reason = "torchft", f"no environment: give --torchft-python, or ${TORCHFT_PYTHON}"
-        self._folder = tempfile.TemporaryDirectory()
-        # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
-        self._child = Child(
-            "torchft", [str(SCRIPT), asked], {}, Path(self._folder.name) / "torchft.log", program=[python, "-P"],
-            is_piped=True,
-        )  # fmt: skip
-        self._has_python = bool(python)
+    def failed(why: str) -> BrokerError:
+        remedy = "See its output above, or leave --torchft-python out."
+        return BrokerError(f"torchft by {python} {why}", remedy, code="bench.process-failed")
 
-    def __enter__(self) -> Self:
-        if self._has_python:
-            self._child.launch()
-            found = self._answer("")
-            self.name = f"torchft {found.get('torchft', '')}".strip()
-            self.reason = f"{found['error']} ({self._child.last_words():.200})" if "error" in found else ""
-        return self
+    asked = json.dumps({"tensors": TENSORS, "shape": options.shape, "timeout_seconds": PATIENCE_SECONDS})
+    # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
+    command = [python, "-P", str(SCRIPT), asked]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise failed(f"cannot be started ({error.strerror})") from None
+    assert process.stdin is not None and process.stdout is not None  # noqa: S101
+    send, answers = process.stdin, process.stdout
 
-    def __exit__(self, *_: object) -> None:
-        self._child.close_pipes()  # Its replicas end when its standard input does.
-        self._child.wait(END_SECONDS)
-        self._folder.cleanup()
+    def answer(line: str) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):
+            send.write(line)
+            send.flush()
+        try:
+            found: dict[str, Any] = json.loads(answers.readline())
+        except ValueError:
+            raise failed("has ended") from None
+        return found
 
-    def sync(self) -> Synced:
-        """Synchronise all parameters once. Raise BrokerError if the process ends instead."""
-        found = self._answer("\n")
-        if "seconds" not in found:
-            raise BrokerError(
-                f"torchft ended: {found['error']}",
-                "Leave --torchft-python out to measure without it.",
-                code="bench.process-failed",
-            )
+    def sync_once() -> Synced:
+        found = answer("\n")
         return Synced(found["seconds"], found["committed"])
 
-    def _answer(self, line: str) -> dict[str, Any]:
-        """Send the process a line and return its next answer, or an `error` if it has ended."""
-        process = self._child.process
-        assert process is not None and process.stdin is not None and process.stdout is not None  # noqa: S101
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(line.encode())
-            process.stdin.flush()
-        answer = process.stdout.readline()
-        try:
-            found: dict[str, Any] = json.loads(answer)
-        except ValueError:
-            return {"error": f"it answered {answer!r:.80}" if answer else f"it ended with status {process.wait()}"}
-        return found
+    try:
+        yield f"torchft {answer('')['torchft']}", sync_once
+    finally:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            send.close()  # Its replicas end when its standard input does.
+            process.wait(END_SECONDS)
+        process.kill()
+        process.wait()
+        answers.close()

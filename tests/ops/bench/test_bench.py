@@ -29,7 +29,7 @@ from archipelago.ops.bench.harness import Spent
 from archipelago.ops.bench.merge import _BareNesterov, timed_row
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
 from archipelago.ops.bench.profile import DeviceTimes
-from archipelago.ops.bench.sync import Synced, SyncOptions, Torchft
+from archipelago.ops.bench.sync import Synced, SyncOptions, torchft
 from archipelago.ops.launch.devices import Accelerators
 from tests.failing import failing
 
@@ -255,21 +255,18 @@ def test_tensors_have_one_shape() -> None:
 
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None:
     syncs = iter(Synced(seconds, True, 10.0) for seconds in (*[9.0] * bench_sync.WARM_UPS, 4.0, 2.0, 1.0))
-    with Torchft(TINY, _script(tmp_path, STAND_IN)) as other:
-        seconds, committed, megabytes = bench_sync._turns(TINY, lambda: next(syncs), other)
+    with torchft(TINY, _script(tmp_path, STAND_IN)) as (name, theirs):
+        found = taking_turns([lambda: next(syncs), theirs], TINY.rounds, bench_sync.WARM_UPS)
+    seconds, committed, megabytes = bench_sync.rows_of(found, name)
     assert (seconds["ours"], seconds["against"], seconds["theirs"], seconds["ratio"]) == (2.0, "torchft 9.9", 2.0, 1.0)
     assert (committed["ours"], committed["theirs"]) == (3, 0)
     assert megabytes["ours"] == 10.0
 
 
-def test_a_python_without_torchft_is_named(tmp_path: Path) -> None:
-    fails = _script(tmp_path, "#!/bin/sh\necho \"No module named 'torchft'\" >&2\nexit 1\n")
-    for python, said in ((fails, "No module named 'torchft'"), ("/no/such/python", "/no/such/python")):
-        with Torchft(TINY, python) as found:
-            assert said in found.reason
-
-
-def test_a_torchft_that_ends_is_an_error(tmp_path: Path) -> None:
-    ends = _script(tmp_path, '#!/bin/sh\necho \'{"torchft": "9.9"}\'\nread -r line\nexit 3\n')
-    with Torchft(TINY, ends) as found, failing(BrokerError, "bench.process-failed"):
-        found.sync()
+def test_a_torchft_that_cannot_run_or_ends_is_an_error(tmp_path: Path) -> None:
+    with failing(BrokerError, "bench.process-failed"), torchft(TINY, "/no/such/python"):
+        pass
+    for end in ("exit 1", 'echo \'{"torchft": "9.9"}\'; read -r line; exit 3'):
+        python = _script(tmp_path, f"#!/bin/sh\n{end}\n")
+        with failing(BrokerError, "bench.process-failed"), torchft(TINY, python) as (_, sync_once):
+            sync_once()

@@ -111,10 +111,13 @@ def test_codecs_and_merging_are_measured() -> None:
 TINY = SyncOptions(parameters=12_000, quick=True)
 
 
-def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_without_torchft_names_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv(TORCHFT_PYTHON, raising=False)
     found = sync(TINY)
     seconds, committed, megabytes = (row["ours"] for row in found["rows"])
     assert (found["parameters"], committed) == (12_000, 3)
     assert seconds > 0 and megabytes > 0
-    assert TORCHFT_PYTHON in found["torchft"] and {row["theirs"] for row in found["rows"]} == {""}
+    assert TORCHFT_PYTHON in capsys.readouterr().err
+    assert {found["torchft"], *(row["theirs"] for row in found["rows"])} == {""}
