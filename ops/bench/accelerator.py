@@ -1,7 +1,7 @@
 """`archipelago bench accelerator`: what an island costs, on an accelerator or on a CPU, as one table by one command.
 
-For each model: an inner step with syncing over one without, its processor time and memory, tokens a second beside the
-same model in plain JAX, and a profile of syncs for xprof or TensorBoard; and the same step in PyTorch. Then the time to
+Of a model: an inner step with syncing over one without, its processor time and memory, tokens a second beside the same
+model in plain JAX, and a profile of syncs for xprof or TensorBoard; and the same step in PyTorch. Then the time to
 quantise the elements of 124 M parameters to int4, against a copy of the same memory, what differs from numpy in every
 codec and in a merger's spectra, and the time of these.
 
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig, checked
+from archipelago.broker.config import DataConfig, RunConfig, WireConfig, checked
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh import parsed
 from archipelago.islands.models.llama import DENSE
@@ -47,7 +47,6 @@ from archipelago.ops.settings import is_given, say
 
 Part = Literal["steps", "pytorch", "quantiser", "bits", "spectra"]
 
-SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
 #: What is measured unless flags say otherwise: int4 both ways, and a batch for a CPU (`settled`).
 MEASURED = RunConfig(data=DataConfig(batch_size=1, sequence_length=64), wire=WireConfig(up="int4", down="int4"))
 PARTS: tuple[Part, ...] = ("steps", "pytorch", "quantiser", "bits", "spectra")
@@ -73,9 +72,7 @@ class AcceleratorOptions(OutputOptions):
     """Measure an island on this machine's device: steps with syncing, tokens beside plain JAX, memory, codecs."""
 
     quick: bool = False
-    """Use the tiny model, few elements and short turns, as a trial of the command on any machine."""
-    sizes: tuple[str, ...] = ()
-    """The models. The default is --model.size if it is given, else 124m and 1b."""
+    """Use few elements and short turns, as a trial of the command on any machine."""
     parts: tuple[Part, ...] = PARTS
     """What to measure: steps with syncing (`steps`), also of a Llama in PyTorch (`pytorch`, which needs the extra
     llama), quantising against a copy (`quantiser`), the bytes of each codec that differ between this device and numpy
@@ -97,39 +94,28 @@ def main(options: AcceleratorOptions) -> int:
     keep_compiled()
     if options.mesh is not None:
         parsed(options.mesh)
-    sizes = sizes_of(options)
 
     from archipelago.islands.models.registry import build
 
-    for size in sizes:
-        build(ModelConfig(size))  # an unknown one is refused before anything is measured
-    return finish("accelerator", accelerator(config, sizes, options), options)
+    build(config.model)  # an unknown one is refused before anything is measured
+    return finish("accelerator", accelerator(config, options), options)
 
 
-def sizes_of(options: AcceleratorOptions) -> tuple[str, ...]:
-    """Return the names of the models to measure: those of `--sizes`, that of `--model.size`, or the usual ones."""
-    size = options.settings.model.size
-    own = (size,) if is_given("--model.size", options.config) or size != ModelConfig().size else ()
-    return options.sizes or own or (SIZES_QUICK if options.quick else SIZES)
-
-
-def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOptions) -> dict[str, Any]:
-    """Measure each model, and the quantiser. Return plain data with `rows`."""
+def accelerator(config: RunConfig, options: AcceleratorOptions) -> dict[str, Any]:
+    """Measure the model, and the quantiser. Return plain data with `rows`."""
     parts = options.parts or PARTS
     backend = device.platform if (device := accelerators()) else "cpu"
-    models: dict[str, dict[str, Any]] = {}
+    config = settled(config, backend, options.config)
+    model: dict[str, Any] = {"what": _what(config), "backend": backend}
     rows: list[dict[str, Any]] = []
-    for size in sizes:
-        own = settled(replace(config, model=replace(config.model, size=size)), backend, options.config)
-        models[size] = {"what": _what(own), "backend": backend}
-        if "steps" in parts:
-            profile = options.output / f"profile-{size}"
-            found, alone, merger = measured_turns(own, options, profile)
-            models[size] |= {"turns": asdict(found), "alone": asdict(alone), "profile": str(profile)}
-            rows += [*step_rows(own, backend, found, alone), *piece_rows(found, merger)]
-        if "pytorch" in parts and (turns := torch_turns(own, options)):
-            models[size]["pytorch"] = turns._asdict()
-            rows += torch_rows(own, backend, turns)
+    if "steps" in parts:
+        profile = options.output / f"profile-{config.model.size}"
+        turns, alone, merger = measured_turns(config, options, profile)
+        model |= {"turns": asdict(turns), "alone": asdict(alone), "profile": str(profile)}
+        rows += [*step_rows(config, backend, turns, alone), *piece_rows(turns, merger)]
+    if "pytorch" in parts and (in_torch := torch_turns(config, options)):
+        model["pytorch"] = in_torch._asdict()
+        rows += torch_rows(config, backend, in_torch)
     elements = ELEMENTS_QUICK if options.quick else ELEMENTS
     largest = min(elements, ELEMENTS_CPU) if backend == "cpu" else elements
     for part, measure, count, what in (
@@ -143,7 +129,7 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
                 while found := measuring.receive():
                     rows.append(found)
                     say(found["what"] + f": {found['ours']:g}")
-    return {"models": models, "elements": elements, "rows": rows}
+    return {"model": model, "elements": elements, "rows": rows}
 
 
 def settled(config: RunConfig, backend: str, file: Path | None = None) -> RunConfig:

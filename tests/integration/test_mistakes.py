@@ -95,7 +95,7 @@ MISTAKES = [
     ("bench parity --islands 0", "config.value"),
     ("bench parity --slow 0.5", "config.value"),
     ("bench largest --fragments 0", "config.value"),
-    ("bench accelerator --sizes 124m huge", "model.unknown"),
+    ("bench accelerator --model.size huge", "model.unknown"),
     ("simulate tables --days=-1", "config.value"),
     ("simulate tables --seed=-1", "config.value"),
     ("bench study nothing", "study.shape"),

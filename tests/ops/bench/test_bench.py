@@ -197,13 +197,12 @@ def test_batches_and_codecs_of_an_island_have_defaults_and_settings_win() -> Non
         assert (kept.model, kept.wire, kept.data) == (mine.model, mine.wire, mine.data)
 
 
-def test_a_size_and_a_batch_that_are_given_count_although_they_are_the_default(
+def test_a_batch_that_is_given_counts_although_it_is_the_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = []
     for flags, text in (
         ([], ""),
-        (["--model.size", "tiny"], '[model]\nsize = "tiny"'),
         (["--data.batch_size=1"], "[data]\nbatch_size = 1"),
         (["--data.sequence-length", "64"], "[data]\nsequence_length = 64"),
     ):
@@ -211,10 +210,8 @@ def test_a_size_and_a_batch_that_are_given_count_although_they_are_the_default(
         file.write_text(text, encoding="utf-8")
         for words, path in ((flags, None), ([], file)):
             monkeypatch.setattr("sys.argv", ["archipelago", "bench", "accelerator", *words])
-            batch = accelerator.settled(accelerator.MEASURED, "gpu", path).data.batch_size
-            found.append((accelerator.sizes_of(accelerator.AcceleratorOptions(config=path)), batch))
-    assert found[::2] == found[1::2], "by a flag or in a file"
-    assert found[::2] == [(accelerator.SIZES, 16), (("tiny",), 16), (accelerator.SIZES, 1), (accelerator.SIZES, 1)]
+            found.append(accelerator.settled(accelerator.MEASURED, "gpu", path).data.batch_size)
+    assert found[::2] == found[1::2] == [16, 1, 1], "by a flag or in a file"
 
 
 # -- predictions of `largest` ------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
 #: The smallest flags of the verbs that have small ones, with few programs to compile.
 SMALLEST = {
     "accelerator": (
-        *("--quick", "--sizes", "tiny", "--pieces", "--parts", "steps", "pytorch", "quantiser", "bits", "spectra"),
+        *("--quick", "--pieces", "--parts", "steps", "pytorch", "quantiser", "bits", "spectra"),
         *("--sync.interval", "4", "--sync.fragments", "1", "--merge.embedding", "average", "--merge.rest", "average"),
     ),
     "largest": ("--parameters", "15000", "--fragments", "3"),
@@ -69,7 +69,7 @@ def test_what_an_island_costs_is_measured(tmp_path: Path) -> None:
     pieces = [f"merger: {piece}, ms" for piece in OF_MERGER.values() if piece != "spectra"]  # the rule changes none
     pieces += [f"island: {piece}, ms" for piece in OF_ISLAND.values()]
     assert all(rows[piece] > 0 for piece in pieces), "each is the name of a function that a sync calls"
-    island = found["models"]["tiny"]
+    island = found["model"]
     turns = island["turns"]
     assert all(on["synced"] > 0 for on in turns["on"])
     assert island["alone"]["peak_bytes"] > 4 * 3 * turns["parameters"]
