@@ -7,7 +7,6 @@ measures. Of time, only spectra are predicted (`spectra_loads`). Pure.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -107,19 +106,18 @@ def fitting_cycle(
     merger_bytes: float,
     redis_bytes: float,
     tensors: Sequence[Tensor] = (),
-    most: int = sys.maxsize,
 ) -> Cycle | None:
     """Predict a cycle with the fewest shards that fit into machines; None if none do.
 
     The memory is that of a machine with a merger, and of one with a Redis primary. `fragments` counts those of each
-    shard, and `most` is the most of the run, since each has a whole tensor at least.
+    shard. A run has at most as many as tensors, since each has a whole one at least.
     """
 
     def fits(found: Cycle) -> bool:
         has_redis = found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
         return has_redis and found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
 
-    elements = sum(tensor.size for tensor in tensors) or parameters
+    elements, most = sum(tensor.size for tensor in tensors) or parameters, len(tensors) or fragments * SHARDS_MAX
     for shards in range(1, min(SHARDS_MAX, most) + 1):
         of_run = config, elements, min(fragments * shards, most), islands, shards
         # Equal parts need the least, and are soon computed.
@@ -156,29 +154,6 @@ LADDER = (
     Way(200, "int4", "int4", "4 bits both ways and the longest interval that was tried and is stable"),
     Way(200, "top3", "int4", "the largest 3 % up, 4 bits down, and the longest interval"),
 )
-
-
-@dataclass(frozen=True)
-class Load:
-    """Bytes per second of our own run, whose islands share one Redis, before zstd.
-
-    Attributes:
-        up: From one island to Redis.
-        down: From Redis to one island.
-        redis_in: Into Redis, from all islands and from the merger beside it.
-        redis_out: Out of Redis, to all islands and to the merger.
-    """
-
-    up: float
-    down: float
-    redis_in: float
-    redis_out: float
-
-
-def load(parameters: int, islands: int, interval_seconds: float, way: Way) -> Load:
-    """Return the load of a run whose islands send each fragment once in `interval_seconds`."""
-    up, down = (codec(name).encoded_size(parameters) / interval_seconds for name in (way.up, way.down))
-    return Load(up=up, down=down, redis_in=islands * up + down, redis_out=islands * (up + down))
 
 
 # -- spectra ----------------------------------------------------------------------------------------------------------

@@ -21,13 +21,11 @@ from archipelago.ops.simulation.cycle import (
     LADDER,
     THREADS,
     Cycle,
-    Load,
     SpectraLoad,
     Way,
     cycle,
     decoder,
     fitting_cycle,
-    load,
     spectra_loads,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
@@ -92,6 +90,16 @@ class PlanOptions:
     """The merge rules, as for `archipelago init`."""
     json: bool = False
     """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes per second before zstd: of one island each way, and of all shards' Redis, with their mergers."""
+
+    up: float
+    down: float
+    redis_in: float
+    redis_out: float
 
 
 class Fleet(NamedTuple):
@@ -245,11 +253,12 @@ def _way(
     for way in LADDER:
         config = dataclasses.replace(checked({"wire": {"up": way.up, "down": way.down}}), merge=options.merge)
         of_run = (config, parameters, min(way.interval, FRAGMENTS_MAX, most), islands)
-        fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors, most=most)
+        fitting = fitting_cycle(*of_run, merger_bytes=merger_bytes, redis_bytes=redis_bytes, tensors=tensors)
         planned = fitting or cycle(config, parameters, most, islands, min(SHARDS_MAX, most), tensors=tensors)
-        need = load(parameters, islands, way.interval * step_seconds, way)
+        up, down = (each / (way.interval * step_seconds) for each in (planned.bytes_up, planned.bytes_down))
+        need = Load(up, down, redis_in=islands * up + down, redis_out=islands * (up + down))
         at_redis = max(need.redis_in, need.redis_out) / planned.shards  # each of which has a Redis and a link
-        fits = max(need.up, need.down) <= link and at_redis <= redis
+        fits = max(up, down) <= link and at_redis <= redis
         if fits or way is LADDER[-1]:
             return way, need, fits, planned, fitting is not None
     raise AssertionError("the ladder has a last way")
@@ -260,40 +269,40 @@ def _way(
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
-def _number(text: str, what: str) -> float:
+def _number(text: str) -> float:
+    """Return the number in a text such as 5e9, 5B or 120M; NaN for a text without one, or one out of range."""
     found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([kmbgt]?)\s*", text.lower())
     value = float(found[1].replace("_", "")) * _UNITS[found[2]] if found else math.nan
-    if not 1 <= value <= 1e18:
-        raise ConfigError(f"{what} cannot be {text!r}", "Write a number such as 5e9, 5B or 120M.", code="config.value")
-    return value
+    return value if 1 <= value <= 1e18 else math.nan
+
+
+def _is_named(model: str) -> bool:
+    """Return whether the text is no number of parameters, and so the name of a model."""
+    return model in ("124m", "1b") or math.isnan(_number(model))
 
 
 def parameters_of(model: str) -> int:
     """Return the parameters of a model by name, or the number in the text. Raise ConfigError for anything else."""
-    if _is_number(model):
-        return round(_number(model, "--model"))
-    return sum(tensor.size for tensor in tensors_of(model))
+    return sum(tensor.size for tensor in tensors_of(model)) if _is_named(model) else round(_number(model))
 
 
 def tensors_of(model: str) -> Sequence[Tensor]:
     """Return the tensors of a model by name, or those of a usual decoder of that many parameters."""
-    if _is_number(model):
-        return decoder(_number(model, "--model"))
+    if not _is_named(model):
+        return decoder(_number(model))
     from archipelago.islands.models.registry import build
 
     return build(ModelConfig(model)).tensors
 
 
-def _is_number(model: str) -> bool:
-    is_number = re.fullmatch(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?[kmbgt]?", model.lower())
-    return bool(is_number) and model not in ("124m", "1b")
-
-
 def tokens_of(tokens: str, parameters: int) -> int:
     """Return a number of tokens, given as a number or as a multiple of the parameters. Raise ConfigError otherwise."""
-    if tokens.lower().endswith("x"):
-        return round(_number(tokens[:-1], "--tokens") * parameters)
-    return round(_number(tokens, "--tokens"))
+    is_multiple = tokens.lower().endswith("x")
+    found = _number(tokens[:-1]) * parameters if is_multiple else _number(tokens)
+    if math.isnan(found):
+        remedy = "Write a number such as 5e9, 5B or 120M, or a multiple of the parameters such as 20x."
+        raise ConfigError(f"--tokens cannot be {tokens!r}", remedy, code="config.value")
+    return round(found)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -304,7 +313,7 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
     way, need, fleet = found.way, found.load, found.fleet
     interval_seconds = way.interval * found.step_seconds
     fails = seconds_text(options.hours_between * 3600)
-    settings = "" if _is_number(options.model) else f"--model.size {options.model} "
+    settings = f"--model.size {options.model} " if _is_named(options.model) else ""
     settings += f"--sync.interval {way.interval} --sync.fragments {found.fragments}"
     settings += f" --wire.up {way.up} --wire.down {way.down}"
     settings += f" --shards {found.cycle.shards}" if found.cycle.shards > 1 else ""

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models.registry import build
@@ -63,7 +62,7 @@ def test_the_numbers_follow_from_each_other() -> None:
     assert found.step_seconds == pytest.approx(100_000 / (16 * 10_000))
     assert found.seconds * found.fleet.goodput == pytest.approx(2e9 / 160_000)
     interval_seconds = found.way.interval * found.step_seconds
-    assert found.load.up * interval_seconds == codec(found.way.up).encoded_size(100_000_000)
+    assert found.load.up * interval_seconds == pytest.approx(found.cycle.bytes_up)
     assert found == plan(SPOT), "the same seed"
 
 
