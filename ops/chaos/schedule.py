@@ -33,7 +33,7 @@ from pydantic import ConfigDict, ValidationError
 
 from archipelago.broker.errors import ConfigError, fault_in
 from archipelago.broker.messages import adapter
-from archipelago.ops.simulation.failures import Delays
+from archipelago.ops.simulation.failures import delay
 
 Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -97,14 +97,14 @@ def poisson(
         mean_seconds_between: Mean time that a process is up before its next fault.
         return_seconds: Mean duration of a fault.
     """
-    delays, found = Delays(return_seconds), []
+    found = []
     for target in targets:
         rng = _generator(seed, target)
         applicable = [kind for kind in kinds if applies_to(kind, target)]
         now = rng.exponential(mean_seconds_between) if applicable else math.inf
         while (at := round(now, 3)) < seconds:
             kind = applicable[int(rng.integers(len(applicable)))]
-            found.append(_fault(at, kind, target, round(delays(rng), 3)))
+            found.append(_fault(at, kind, target, round(delay(return_seconds, rng), 3)))
             now = found[-1].until + rng.exponential(mean_seconds_between)
     return in_order(found)
 

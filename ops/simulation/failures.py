@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 YEAR_SECONDS = 365.25 * 86400.0
-#: The mean of `Delays` for λ = 1: the integral of 1 − (1 − exp(−x²))⁴ over x > 0, term by term.
+#: The mean of `delay` for λ = 1: the integral of 1 − (1 − exp(−x²))⁴ over x > 0, term by term.
 UNIT_MEAN = math.gamma(1.5) * (4.0 - 6.0 / math.sqrt(2.0) + 4.0 / math.sqrt(3.0) - 1.0 / 2.0)
 
 
@@ -58,17 +58,14 @@ class Stretch(NamedTuple):
     live: int
 
 
-class Delays:
-    """Exponentiated Weibull delays, P(delay ≤ x) = (1 − exp(−(x/λ)^k))^α with k = 2, α = 4. The given mean gives λ."""
+def delay(mean_seconds: float, rng: np.random.Generator) -> float:
+    """Draw a delay in seconds from an exponentiated Weibull distribution of that mean, which gives λ.
 
-    def __init__(self, mean_seconds: float) -> None:
-        self._scale = mean_seconds / UNIT_MEAN
-
-    def __call__(self, rng: np.random.Generator) -> float:
-        """Draw a delay in seconds."""
-        u = rng.random() ** 0.25
-        # log1p keeps the upper tail, where 1 − u would be rounded to 0.
-        return float(self._scale * math.sqrt(-math.log1p(-min(u, 1.0 - 1e-16))))
+    P(delay ≤ x) = (1 − exp(−(x/λ)^k))^α with k = 2 and α = 4.
+    """
+    u = rng.random() ** 0.25
+    # log1p keeps the upper tail, where 1 − u would be rounded to 0.
+    return float(mean_seconds / UNIT_MEAN * math.sqrt(-math.log1p(-min(u, 1.0 - 1e-16))))
 
 
 class SliceFailures:
@@ -77,8 +74,7 @@ class SliceFailures:
     def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
         failures_a_second = model.chips / model.slices / (model.years_between * YEAR_SECONDS)  # of one slice that steps
         self._mean_seconds = 1.0 / failures_a_second
-        self._delays = Delays(model.return_seconds)
-        self._rng = rng
+        self._return_seconds, self._rng = model.return_seconds, rng
 
     def after(self, now: float, live: int) -> float:
         """Return when the next slice fails if `live` slices step from `now` on, in seconds; infinity for never.
@@ -89,7 +85,7 @@ class SliceFailures:
 
     def back(self, at: float) -> float:
         """Return when the slice that failed at `at`, as `after` had predicted, is back, in seconds."""
-        return at + self._delays(self._rng)
+        return at + delay(self._return_seconds, self._rng)
 
 
 def _end_of_step(model: FailureModel, rng: np.random.Generator, now: float, until: float) -> float:
