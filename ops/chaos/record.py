@@ -146,18 +146,12 @@ def _timeline(storm: StormRecord, island: str) -> list[Span]:
         first.setdefault(turn.who, turn.at)
     marks += [(at, "ready") for at in first.values()]
     out: list[Span] = []
-    state, since, before_stop = "", 0.0, ""
-    for at, what in [*sorted(marks), (storm.end, "end")]:
-        at = min(at, storm.end)
-        new = _state_after(what, state, before_stop)
-        if new == state:
-            continue
-        if state and at > since:
-            continues = bool(out) and out[-1].state == state
-            begin = out.pop().begin if continues else since
-            out.append(Span(begin, at, state))
-        before_stop = state if new == STOPPED else before_stop
-        state, since = new, at
+    state, before_stop = "", ""
+    for (at, what), (until, _) in itertools.pairwise([*sorted(marks), (storm.end, "")]):
+        before, state = state, _state_after(what, state, before_stop)
+        before_stop = before if state == STOPPED != before else before_stop
+        if state and min(until, storm.end) > at:
+            out.append(Span(at, min(until, storm.end), state))
     return out
 
 
@@ -174,8 +168,6 @@ def _state_after(what: str, state: str, before_stop: str) -> str:
             return STOPPED
         case "continue" if state == STOPPED:
             return before_stop
-        case "end":
-            return ""
     return state
 
 
