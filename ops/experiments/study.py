@@ -159,13 +159,10 @@ def trials_of(grid: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Tria
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror})", f"Files there: {there}.", code="study.shape"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not TOML ({error})", _SHAPE, code="study.shape") from None
+        what = f"{path} cannot be read as TOML ({error})"
+        raise ConfigError(what, f"{_SHAPE} Files there: {there}.", code="study.shape") from None
 
 
 def varying(trials: Sequence[Mapping[str, Any]]) -> list[str]:
