@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     import jax
 
     from archipelago.broker.transport import Transport
-    from archipelago.islands.inner import InnerState, InnerSteps
-    from archipelago.islands.placement import Placement
+    from archipelago.islands.computation import Computation
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.worker import Island
 
@@ -118,14 +117,7 @@ def sync_and_not(
     turns, spent = [], pieces.spent()
     for _ in range(pairs):
         on = _synced_turn(island, steps)
-        island.computation.inner, off = plain(
-            island.computation.steps,
-            island.inner,
-            island.batches.next,
-            steps,
-            island.scan_steps,
-            island.computation.placement,
-        )
+        off = plain(island.computation, island.batches.next, steps, island.scan_steps)
         turns.append((on, off))
         spent = pieces.spent() if len(turns) == 1 else spent
         pipe.send((on, off))
@@ -209,33 +201,21 @@ def _has_work(link: Link) -> bool:
     return bool(link.channels[0].outbox.unresolved_rounds() or link.channels[0].inbox._wanted)
 
 
-def plain(
-    steps: InnerSteps,
-    state: InnerState,
-    batches: Callable[[int], Any],
-    count: int,
-    scan_steps: int,
-    placement: Placement | None = None,
-) -> tuple[InnerState, TimedTurn]:
+def plain(computation: Computation, batches: Callable[[int], Any], count: int, scan_steps: int) -> TimedTurn:
     """Train `count` steps, `scan_steps` in a call, and do nothing else. One call is in flight, as in an island."""
     import jax
-    import jax.numpy as jnp
 
-    jax.block_until_ready(state)  # type: ignore[no-untyped-call]
+    jax.block_until_ready(computation.inner)  # type: ignore[no-untyped-call]
     forget_peak()
     cpu, began = time.process_time(), time.perf_counter()
     in_flight: jax.Array | None = None
     for at in range(0, count, scan_steps):
-        if placement is None:
-            batch, *clock = jnp.asarray(batches(scan_steps)), *(jnp.asarray(each, jnp.int32) for each in (at, count))
-        else:  # as in an island: a number in another place would be another program
-            batch, *clock = placement.place_batches(batches(scan_steps)), *map(placement.scalar, (at, count))
-        state, losses_n = steps(state, batch, *clock)
+        losses_n = computation.step(batches(scan_steps), at, count)
         if in_flight is not None:
             in_flight.block_until_ready()
         in_flight = losses_n
-    jax.block_until_ready(state)  # type: ignore[no-untyped-call]
-    return state, TimedTurn(time.perf_counter() - began, time.process_time() - cpu, peak_bytes(os.getpid()))
+    jax.block_until_ready(computation.inner)  # type: ignore[no-untyped-call]
+    return TimedTurn(time.perf_counter() - began, time.process_time() - cpu, peak_bytes(os.getpid()))
 
 
 def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, count: int) -> None:
@@ -247,10 +227,10 @@ def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, cou
 
     _, prepared = _prepared(url, None)
     work, config = prepared.workload, prepared.manifest.config
-    batches = work.supply(TaskRun("alone", 0, config.seed)).next
-    state, _ = plain(work.steps, work.begin(build(config.model).init(config.seed)), batches, scan_steps, scan_steps)
-    _, turn = plain(work.steps, state, batches, count, scan_steps)
-    pipe.send(turn)
+    batches, computation = work.supply(TaskRun("alone", 0, config.seed)).next, work.computation(prepared.manifest)
+    computation.inner = work.begin(build(config.model).init(config.seed))
+    plain(computation, batches, scan_steps, scan_steps)
+    pipe.send(plain(computation, batches, count, scan_steps))
 
 
 # -- PyTorch ---------------------------------------------------------------------------------------------------------
