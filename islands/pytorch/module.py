@@ -40,8 +40,8 @@ class ModuleParameters(Parameters):
         """Find the tensors.
 
         Args:
-            model: A `torch.nn.Module`. One in `DistributedDataParallel`, from `torch.compile`, or with checkpointed
-                activations, has the names of the module inside.
+            model: A `torch.nn.Module`. One in `DistributedDataParallel`, from `torch.compile` or Lightning Fabric, or
+                with checkpointed activations, has the names of the module inside.
             trained, names: As in `archipelago.pytorch.create`.
 
         Raises:
@@ -58,6 +58,7 @@ class ModuleParameters(Parameters):
         for name, tensor in named_parameters(self._model, all_names=True):
             self._shared.setdefault(id(tensor), []).append(place_of(names, name).name)
         found = self._all()
+        self._count = len(found)
         self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
         if not self.tensors:
             raise nothing_trained(trained, list(found), "Unfreeze what is trained: it requires gradients.")
@@ -162,6 +163,12 @@ class ModuleParameters(Parameters):
         for name, tensor in self.frozen.items():
             if present.get(name) is not tensor:
                 raise frozen_changed(name)
+        if len(present) > self._count:
+            raise ConfigError(
+                f"the model has {len(present) - self._count} parameters that it did not have at `join`",
+                "Make all layers before `join`, because no peer would get these.",
+                code="loop.other-tree",
+            )
         self._watched.look()
         return self._views(self.tensors)
 
@@ -238,12 +245,14 @@ def unwrapped(model: Any) -> tuple[Any, Any]:
     while True:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             group = model.process_group
-        elif not isinstance(model, torch.nn.DataParallel):
-            if not hasattr(model, "_orig_mod"):
-                return model, group
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            model = model.module
+        elif hasattr(model, "_forward_module"):  # of Lightning Fabric, which shows the attributes of the module inside
+            model = model._forward_module
+        elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
-            continue
-        model = model.module
+        else:
+            return model, group
 
 
 def named_parameters(model: Any, *, all_names: bool = False) -> Iterator[tuple[str, Any]]:

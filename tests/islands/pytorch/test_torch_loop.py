@@ -82,9 +82,14 @@ def _removed(model: Any) -> None:
     model[2].bias = None
 
 
+def _added(model: Any) -> None:
+    model.append(torch.nn.Linear(4, 4))
+
+
 def test_a_parameter_that_changed_since_the_join_is_named() -> None:
     run = TorchRun()
-    changes = [(_replaced, "2.bias"), (_removed, "2.bias"), (_of_another_shape, "2.bias"), (_halved, "2.weight")]
+    changes = [(_replaced, "2.bias"), (_removed, "2.bias"), (_of_another_shape, "2.bias"), (_halved, "2.weight"),
+               (_added, "2 parameters that it did not have")]  # fmt: skip
     for number, (change, named) in enumerate(changes):
         island = run.island(str(number))
         change(island.model)

@@ -12,6 +12,7 @@ from archipelago import SyncConfig
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.redis.transport import connect
+from archipelago.islands.pytorch.module import ModuleParameters
 from tests import pytorch
 from tests.failing import failing
 from tests.islands.user_loop.any_framework import merged_by, served
@@ -41,6 +42,12 @@ class Watch(lightning.Callback):  # type: ignore[name-defined, misc]
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *about: Any) -> None:
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
         self.seen.add((self.island.step, trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+def test_a_module_of_fabric_has_the_names_of_the_one_inside() -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    for model in (lightning_module(), torch.compile(lightning_module(), backend="eager")):
+        assert list(ModuleParameters(fabric.setup_module(model)).tensors) == list(ModuleParameters(model).tensors)
 
 
 def test_a_trainer_trains_until_the_run_ends_on_its_clock(url: str) -> None:
