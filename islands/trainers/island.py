@@ -25,6 +25,9 @@ from archipelago.islands.user_loop.tensors import Trained
 
 log = logging.getLogger(__name__)
 
+#: The islands of this process that are in a run. A trainer has no event for an exception, so some may be left over.
+_JOINED: list[TrainerIsland] = []
+
 
 class TrainerIsland:
     """One trainer's island. It joins when training begins and leaves when it ends, as often as the trainer trains.
@@ -32,7 +35,6 @@ class TrainerIsland:
     Attributes:
         length: The length in steps of a run that the trainer creates, if it does.
         tokens: The tokens of one step, if the trainer does not count them.
-        is_joined: Whether the island is in the run now.
     """
 
     def __init__(
@@ -75,7 +77,12 @@ class TrainerIsland:
         self._run: Any = None  # the last one, from the first training on
         self._scaler: Any = None
         self._scale = 0.0
-        self.is_joined = self._is_short = False
+        self._is_short = False
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the island is in the run now."""
+        return self in _JOINED
 
     @property
     def step(self) -> int:
@@ -94,6 +101,8 @@ class TrainerIsland:
     def begin(self, model: Any, optimizers: Sequence[Any], made: int = 0, limit: int = 0, scaler: Any = None) -> None:
         """Create the run if there is none, and join it. The model then has the run's parameters.
 
+        An island of this process that is still in the run leaves it first: an exception has ended its training.
+
         Args:
             model: The module that is trained, wrapped or not. All processes of the trainer's group are one island.
             optimizers: Its optimisers. Wrappers of accelerate are taken off.
@@ -104,7 +113,9 @@ class TrainerIsland:
         Raises:
             ConfigError: The model is spread over devices (`loop.sharded`), or what `create` and `join` raise.
         """
-        self.end(RuntimeError("another training began before this one had ended, most often by an exception"))
+        for island in _JOINED.copy():
+            if (island._url, island._name) == (self._url, self._name):
+                island.end(RuntimeError("another training began before this one had ended, most often by an exception"))
         inner, group = unwrapped(model)
         if len(places := set(getattr(inner, "hf_device_map", {}).values())) > 1:
             raise ConfigError(
@@ -123,7 +134,8 @@ class TrainerIsland:
         bare = [getattr(each, "optimizer", each) for each in optimizers]
         given = Joining(self._url, self._name, model, bare, island=self._island, before=before, **self._shared)
         run = membership(given, group)
-        self._run, self.is_joined = run.__enter__(), True
+        self._run = run.__enter__()
+        _JOINED.append(self)
         self._scaler, self._scale = scaler, scaler.get_scale() if scaler else 0.0
         atexit.register(self._at_exit)
         if made:
@@ -143,10 +155,10 @@ class TrainerIsland:
         """Sync after a step of the optimiser, with what the trainer counted in it. Return whether to stop.
 
         Raises:
-            ConfigError: Another trainer has begun with this island meanwhile (`trainer.option`), or as `sync` does.
+            ConfigError: Another trainer has begun in this process meanwhile (`trainer.option`), or as `sync` does.
         """
         if not self.is_joined:
-            raise refused("another trainer uses this callback now", "Give each trainer a callback of its own.")
+            raise refused("another trainer of this process trains for the run now", "Let one train after the other.")
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 0.0
         if self._scale >= before:  # else the gradients were not finite, and no parameter has changed
             self._run.sync(tokens=self.tokens or max(tokens, 1), loss=loss)
@@ -168,7 +180,8 @@ class TrainerIsland:
         """
         if not self.is_joined:
             return
-        self.is_joined, run = False, self._run
+        run = self._run
+        _JOINED.remove(self)
         atexit.unregister(self._at_exit)
         if error is not None:
             run.__exit__(type(error), error, None)

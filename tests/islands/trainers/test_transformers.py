@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -134,15 +136,20 @@ def test_an_island_that_ends_before_the_run_says_so_and_leaves(url: str, caplog:
     assert codes(caplog) == ["trainer.short"] * 2
 
 
-def test_an_exception_leaves_the_run_when_the_callback_is_used_again(url: str) -> None:
-    callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC, island="a")
-    made = trainer([callback, Watch(callback, stop_after=4)], max_steps=6)
+def test_an_exception_leaves_the_run_when_another_training_for_it_begins(url: str) -> None:
+    def begun(stop_after: int) -> Any:
+        callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC, island="a")
+        return trainer([callback, Watch(callback, stop_after)], max_steps=6)
+
+    made = begun(stop_after=4)
     with pytest.raises(ZeroDivisionError):
         made.train()
     assert states(url) == ["training"]
-    made.remove_callback(Watch)
+    before, made = weakref.ref(made.model), begun(stop_after=0)
     with served(url):
         made.train()
+    gc.collect()
+    assert before() is None, "the first model is not kept"
     assert states(url) == ["left"]
     notes = [note.text for note in connect(url, "own").reader.notes(9) if note.kind == "left"]
     assert sorted("another training began" in note for note in notes) == [False, True]
