@@ -216,25 +216,36 @@ def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedT
     syncs = statistics.median(on.synced for on in found.on) / (2 * found.parameters)
     each = 1e3 / found.steps
     tokens, turn = config.tokens_per_step * found.steps, statistics.median(on.seconds for on in found.on)
+    a_parameter = statistics.median(
+        (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in zip(found.on, found.off, strict=True)
+    )
     largest = 4 * found.largest
 
     def memory(what: str, size: int, goal: float | str = "") -> dict[str, Any]:
         return ratio_row(f"{what}, MiB", size / 2**20, "largest fragment", largest / 2**20, goal=goal)
 
-    waits = []
-    if found.device:
-        whole, waited = (1e3 * each for each in found.device)
-        what = "  the device waits between programs, by the profile, ms"
-        waits.append(ratio_row(what, waited, "two intervals", whole))
     beside, between = (max(turn.peak_bytes for turn in turns) - alone.peak_bytes for turns in (found.on, found.off))
     return [
         *_turn_rows(_what(config), config, backend, found.steps, *step, syncs),
         ratio_row("  its processor time, ms", each * cpu.first, "no sync", each * cpu.second, cpu.ratio),
         ratio_row("  tokens a second with syncing", tokens / turn, "plain JAX", tokens / alone.seconds),
-        *waits,
+        ratio_row("  processor time a synced parameter, ns", 1e9 * a_parameter, "", "", ""),
+        *_device_rows(found),
         memory("  peak memory beside the training", beside, GOAL_MEMORY + found.held_bytes / largest),
         memory("    also between syncs", between),
         memory("    snapshots held for differences", found.held_bytes),
+    ]
+
+
+def _device_rows(found: IslandTurns) -> list[dict[str, Any]]:
+    """Return how long the accelerator waited in two intervals with syncing, and its copies beside programs."""
+    if found.device is None:
+        return []
+    copies, hidden, whole, waits = (1e3 * each for each in found.device)
+    share = hidden / copies if copies else ""
+    return [
+        ratio_row("  the device waits between programs, by the profile, ms", waits, "two intervals", whole),
+        ratio_row("  copies behind programs, by the profile, ms", hidden, "all copies", copies, share),
     ]
 
 

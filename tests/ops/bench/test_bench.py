@@ -129,14 +129,16 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
         config = replace(RunConfig(), sync=replace(RunConfig().sync, interval=interval))
         rows = accelerator.step_rows(config, backend, turns, alone)
         assert [row["goal"] for row in rows if row["goal"]] == goals
-        step, syncs, cpu, tokens, beside, between, held = rows
+        step, syncs, cpu, tokens, parameter, beside, between, held = rows
         assert (step["ours"], step["theirs"]) == pytest.approx((120.0, 100.0))
         assert step["ratio"] == (pytest.approx(1.2) if interval == 20 else "")
         assert (cpu["ratio"], syncs["ratio"], tokens["ratio"]) == pytest.approx((1.5, interval / 20, 1 / 1.2))
+        assert parameter["ours"] == pytest.approx(1e6), "the median of 0.5, 1 and 4 ms"
         assert (beside["ours"], between["ours"], held["ours"], held["theirs"]) == (500, 200, 100, 25)
-    profiled = replace(turns, device=DeviceTimes(whole=0.5, waits=0.01))
-    waits = accelerator.step_rows(RunConfig(), "gpu", profiled, alone)[4]
+    profiled = replace(turns, device=DeviceTimes(copies=0.02, hidden=0.015, whole=0.5, waits=0.01))
+    waits, copied = accelerator.step_rows(RunConfig(), "gpu", profiled, alone)[5:7]
     assert (waits["ours"], waits["theirs"], waits["ratio"]) == pytest.approx((10, 500, 0.02))
+    assert (copied["ours"], copied["theirs"], copied["ratio"]) == pytest.approx((15, 20, 0.75))
 
 
 def test_the_pieces_of_syncs_beside_steps_are_those_of_one_sync_of_the_model() -> None:

@@ -1,4 +1,4 @@
-"""How long an accelerator waits, by a profile."""
+"""How long an accelerator waits, by a profile, and how much of its copies passes beside programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from archipelago.ops.bench.profile import DeviceTimes, device_times
+from archipelago.ops.bench.profile import DeviceTimes, device_times, joined
 
 #: A GPU as CUDA's profile describes it: two copies to and from the host, one within the device, and three programs.
 GPU = """
@@ -31,19 +31,25 @@ planes { name: "/host:CPU" lines { id: 9 name: "Stream of words" timestamp_ns: 0
 """
 
 
-def test_a_device_waits_where_no_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_between_host_and_device_count_where_a_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert device_times(tmp_path) is None
     whole = jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU)
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/one.xplane.pb").write_bytes(whole)
-    # Programs run from 0 to 5 µs, where two overlap, and from 7 to 16. The first copy lasts from 2 to 8.
-    expected = DeviceTimes(whole=16e-6, waits=0.0)
+    # The first copy lasts from 2 to 8 µs, programs from 0 to 5 and from 7 to 16. The second copy is alone.
+    expected = DeviceTimes(copies=8e-6, hidden=4e-6, whole=16e-6, waits=0.0)
     assert device_times(tmp_path) == pytest.approx(expected)
     monkeypatch.setattr("archipelago.ops.bench.profile.GAP_NS", 2000.0)
     assert device_times(tmp_path) == pytest.approx(expected._replace(waits=2e-6))
 
 
-def test_a_profile_of_a_cpu_says_nothing(tmp_path: Path) -> None:
+def test_a_profile_of_a_cpu_has_no_copies(tmp_path: Path) -> None:
     with jax.profiler.trace(str(tmp_path)):
         (jax.device_put(1.0) + 1.0).block_until_ready()
     assert device_times(tmp_path) is None
+
+
+def test_programs_that_overlap_count_once() -> None:
+    assert joined([(5, 7), (1, 3), (2, 6), (9, 30), (30, 31)]) == [(1, 7), (9, 31)]
