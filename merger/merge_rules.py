@@ -214,10 +214,16 @@ def finish(
     total_weight: float = 1.0,
     gain: float = 1.0,
     spectra: Spectra | None = None,
+    changes_spectra: bool = True,
 ) -> jax.Array:
-    """Return the merged outer gradient (float32 [N]) times `gain`. `spectra` says how matrices share threads."""
+    """Return the merged outer gradient (float32 [N]) times `gain`.
+
+    Args:
+        spectra: How matrices share threads.
+        changes_spectra: Whether `isotropic` differs from `rda`.
+    """
     merged_N: jax.Array = _finish(acc, np.float32(1.0 / total_weight), np.float32(gain), groups)
-    changed = [group for group in groups if group.changes_spectrum]
+    changed = [group for group in groups if group.changes_spectrum and changes_spectra]
     if not changed:
         return merged_N
     flat_N = empty_vector(merged_N.size)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median_low
 from typing import Any
 
 import jax
@@ -41,6 +42,9 @@ from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import Group, Norms, RunningMean, groups
 
 Vector = jax.Array | NDArray[np.float32]
+#: `isotropic` merges a round as `rda` does if its contributions hold a larger share of the run's steps than this.
+#: It evens out the spectrum of one interval of many. Where the intervals are few, or one, it loses (docs/log.md).
+LONG_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ class RoundMerge:
             norms=state.norms.get(of.fragment, ()),
             scores=state.scores,
             spectra=self.spectra,
+            is_long=median_low([c.steps for c in headers] or [0]) > LONG_SHARE * config.inner.steps,
         )
         if len(whole) == len(addends):
             return merged
@@ -280,6 +285,7 @@ def merge_round(
     norms: Norms = (),
     scores: Mapping[str, Score] | None = None,
     spectra: Spectra | None = None,
+    is_long: bool = False,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
@@ -289,6 +295,7 @@ def merge_round(
         staleness: The running mean of staleness factors before the round.
         now: The progress of the run; participation is filled in here.
         path: Returns the length of the path that a norm is compared by, from the number of steps that weigh.
+        is_long: Whether the contributions hold so large a part of the run that no spectrum is changed (LONG_SHARE).
     """
     known, sent = dict(scores or {}), _sent(addends, version, path, seen)
     spans = tuple((group.start, group.length) for group in groups)
@@ -312,7 +319,9 @@ def merge_round(
         if weight:
             acc = merge_rules.accumulate(acc, addend.body, groups, addend.norms, weight=weight, clip=clip)
             norms = weights.with_norm(norms, one.norm * clip)
-    merged_N = merge_rules.finish(acc, groups, total_weight=sum(relative), gain=weighed.gain, spectra=spectra)
+    merged_N = merge_rules.finish(
+        acc, groups, total_weight=sum(relative), gain=weighed.gain, spectra=spectra, changes_spectra=not is_long
+    )
     now = _participation(now, sent, judged.factors, live)
     params_N, outer_state = outer_step(outer, fragment, merged_N, now)
     published_N, difference = publish(wire, fragment.published_N, params_N)

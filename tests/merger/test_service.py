@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,23 @@ def test_what_a_process_sent_in_turn_adds_up_and_is_replayed() -> None:
     assert [m.weight for m in entry.members] == pytest.approx([shares[0] / 6, shares[0] * 5 / 6, shares[1]])
     _, fragments = replayed(together, recorded(together))
     assert np.asarray(fragments[0].published_N).tolist() == together.parameters(0)
+
+
+def test_no_spectrum_is_changed_where_contributions_hold_a_large_part_of_the_run() -> None:
+    rda = replace(CONFIG.merge, embedding="rda", rest="rda")
+    for steps, is_alike in (((2500, 2500), False), ((2501, 8), False), ((2501, 2600), True)):
+        found = []
+        for config in (ISOTROPIC, replace(ISOTROPIC, merge=rda)):
+            run = MergerRun(replace(config, inner=replace(config.inner, steps=10_000)))
+            merger = run.merger(store=Shelf())
+            run.live("a", "b")
+            for number, island in enumerate("ab"):
+                run.send(island, 1, values(number), steps=steps[number])
+            assert merger.turn(0.0)
+            found.append(run.parameters(0))
+            _, fragments = replayed(run, recorded(run))
+            assert np.asarray(fragments[0].published_N).tolist() == run.parameters(0)
+        assert (found[0] == found[1]) == is_alike, steps
 
 
 def test_what_adds_up_to_more_than_can_be_merged_is_not_added() -> None:

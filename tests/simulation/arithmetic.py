@@ -118,7 +118,7 @@ def _accumulate(
     return (acc[0] + np.float32(weight * clip) * _decoded(body, groups),)
 
 
-def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1.0, spectra: object = None) -> Vector:
+def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1.0, **spectra: object) -> Vector:
     merged_N: Vector = np.float32(gain / total_weight) * acc[0]
     return merged_N
 
