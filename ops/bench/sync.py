@@ -267,7 +267,7 @@ def stand_in(manifest: Manifest, seed: int) -> InnerSteps:
 def torchft(options: SyncOptions, python: str) -> Iterator[tuple[str, Callable[[], Synced]]]:
     """Start two replicas and a lighthouse by a Python that has torchft. Yield its version, and what syncs them once.
 
-    Raises BrokerError (`bench.process-failed`) if the process cannot be started, or ends.
+    Raises BrokerError (`bench.process-failed`) if the process cannot be started, or gives no answer.
     """
 
     def failed(why: str) -> BrokerError:
@@ -291,7 +291,7 @@ def torchft(options: SyncOptions, python: str) -> Iterator[tuple[str, Callable[[
         try:
             found: dict[str, Any] = json.loads(answers.readline())
         except ValueError:
-            raise failed("has ended") from None
+            raise failed("gave no answer") from None
         return found
 
     def sync_once() -> Synced:
