@@ -14,7 +14,7 @@ from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.llama import Names, misnamed, place_of
 from archipelago.islands.pytorch.host import FrozenTensors
-from archipelago.islands.pytorch.pieces import TensorPieces, mesh_of, own_piece, put_back
+from archipelago.islands.pytorch.pieces import mesh_of, own_piece, put_back, require_gatherable
 from archipelago.islands.sync.adoption import Parameters
 from archipelago.islands.user_loop.tensors import KindOf, Trained, frozen_changed, nothing_trained, trained_by
 
@@ -33,7 +33,6 @@ class ModuleParameters(Parameters):
         tensors: The merged tensors by name.
         frozen: The parameters that are not trained, by name. They may be on any devices.
         transposed: The names of those whose axes are swapped in the run.
-        pieces: How each tensor is split over processes, by name.
     """
 
     def __init__(self, model: Any, trained: Trained | None = None, names: Names | None = None) -> None:
@@ -86,7 +85,8 @@ class ModuleParameters(Parameters):
                     code="loop.sharded",
                 )
         self._kinds = {name: _kind(tensor) for name, tensor in self.tensors.items()}
-        self.pieces = {name: TensorPieces.of(name, view, mesh) for name, view in self.views().items()}
+        for name, view in self.views().items():
+            require_gatherable(name, view, mesh)
 
     def _is_merged(self, name: str, tensor: Any) -> bool:
         if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:

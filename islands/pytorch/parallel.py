@@ -2,9 +2,9 @@
 
 In DistributedDataParallel, all processes hold the whole model. The leader measures and adopts, and hands what it has
 adopted to the others, so that all hold the same bits. With FSDP2 (`fully_shard`), the references are split as the
-parameters are. To send a fragment, each process measures its own piece, and the leader gathers that one fragment,
-quantises it, and hands back what the merger will read. To adopt a fragment, the leader hands each process its piece.
-All the arithmetic is done element by element, so the bits are those of one device.
+parameters are. To send a fragment, each process measures its own piece, and all gather that one fragment, quantise it,
+and keep their pieces of what the merger will read. To adopt a fragment, the leader hands it to all, and each keeps its
+piece. The bits are those of one device.
 
 What the leader says, and when, is in `islands.team`.
 """
@@ -75,7 +75,7 @@ class Leader(Leading, TorchRun):
         largest, fragments = max(manifest.sizes), len(manifest.fragments)
         if team.mesh is not None and 2 * largest > manifest.parameters > 0 and team.size > 1:
             log.warning(
-                "the leader gathers up to %.0f %% of the model at a time: the largest of the run's %s fragments",
+                "each process gathers up to %.0f %% of the model at a time: the largest of the run's %s fragments",
                 100 * largest / manifest.parameters, fragments,
             )  # fmt: skip
         team.share_manifest(manifest)

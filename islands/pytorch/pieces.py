@@ -1,18 +1,11 @@
-"""Tensors that are split over the processes of one island (FSDP2), and their way to the leader and back.
-
-Each tensor travels alone. The leader gets one whole tensor at a time, and each other process only its own piece.
-"""
+"""Tensors that are split over the processes of one island (FSDP2): whole in each for a moment, and cut again."""
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from archipelago.broker.errors import ConfigError
 
@@ -42,6 +35,26 @@ def joined_like(own: Tensor, example: Tensor) -> Tensor:
     )
 
 
+def whole_of(own: Tensor, example: Tensor) -> Tensor:
+    """Return the whole tensor of which this process holds `own`, split as the example is. All processes call this."""
+    if not is_split(example):
+        return own
+    with torch.no_grad():
+        return joined_like(own, example).full_tensor().to(own.device)  # with CPU offload, the mesh is of GPUs
+
+
+def piece_of(whole: Tensor, example: Tensor) -> Tensor:
+    """Return this process's piece of a tensor that all processes have, split as the example is."""
+    if not is_split(example):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = example.device_mesh
+    with torch.no_grad():
+        everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return everywhere.redistribute(mesh, example.placements).to_local().to(whole.device)
+
+
 def put_back(model: Any) -> None:
     """Let a model of FSDP2 free the whole parameters that a forward pass without a backward pass has left."""
     wrappers = sys.modules.get("torch.distributed.fsdp")  # the script that uses it has imported it
@@ -64,53 +77,18 @@ def mesh_of(model: Any) -> Any:
     return next((parameter.device_mesh for parameter in model.parameters() if is_split(parameter)), None)
 
 
-@dataclass(frozen=True)
-class TensorPieces:
-    """The pieces of one tensor. Ranks are those of the whole process group.
+def require_gatherable(name: str, tensor: Tensor, mesh: Any) -> None:
+    """Raise ConfigError (`loop.sharded`) for a tensor that is split otherwise than FSDP2 splits the model over `mesh`.
 
-    Attributes:
-        dim: The dimension that is split; None if each process holds the whole tensor.
-        places: The start and the length of each rank's piece along that dimension. Some pieces may be empty.
-        givers: The ranks whose pieces make up the whole tensor. With replicas (HSDP), these are the leader's replica.
+    Tensor parallelism splits it along several dimensions.
     """
-
-    dim: int | None
-    places: Mapping[int, tuple[int, int]]
-    givers: Sequence[int]
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor, mesh: Any) -> TensorPieces:
-        """Return the places of a tensor.
-
-        Raises ConfigError (`loop.sharded`) if it is split along several dimensions, as tensor parallelism does, or over
-        other processes than the rest of the model.
-        """
-        if not is_split(tensor):
-            return cls(None, {}, ())
-        if tensor.device_mesh != mesh:
-            raise _refused(name, f"over the mesh {tensor.device_mesh}, and another parameter over {mesh}")
-        axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-        if not axes:
-            return cls(None, {}, ())
-        axis, placement = axes[0], tensor.placements[axes[0]]
-        if len(axes) > 1 or type(placement).__name__ != "Shard":
-            raise _refused(name, f"as {tensor.placements}")
-        size, count = tensor.shape[placement.dim], mesh.size(axis)
-        width = -(-size // count)
-        places, givers = {}, []
-        for place in itertools.product(*(range(mesh.size(each)) for each in range(mesh.ndim))):
-            rank, start = int(mesh.mesh[place]), min(place[axis] * width, size)
-            places[rank] = (start, min(width, size - start))
-            if not any(at for each, at in enumerate(place) if each != axis):
-                givers.append(rank)
-        return cls(placement.dim, places, givers)
-
-    def piece(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a view of a rank's piece of the whole tensor."""
-        if self.dim is None:
-            return whole
-        start, length = self.places[rank]
-        return whole.narrow(self.dim, start, length)
+    if not is_split(tensor):
+        return
+    if tensor.device_mesh != mesh:
+        raise _refused(name, f"over the mesh {tensor.device_mesh}, and another parameter over {mesh}")
+    splits = [type(placement).__name__ for placement in tensor.placements if not placement.is_replicate()]
+    if splits not in ([], ["Shard"]):
+        raise _refused(name, f"as {tensor.placements}")
 
 
 def _refused(name: str, how: str) -> ConfigError:
@@ -119,43 +97,3 @@ def _refused(name: str, how: str) -> ConfigError:
         "Use `fully_shard` on one mesh, with one dimension that splits and others that replicate (FSDP2, HSDP).",
         code="loop.sharded",
     )
-
-
-class Courier:
-    """Carries tensors between the leader and the other processes of an island."""
-
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        """Note the processes.
-
-        Args:
-            group: Their process group, for tensors of the model's device.
-            ranks: Their ranks in the whole process group. The first one leads.
-        """
-        self._group, self._ranks = group, ranks
-        self.rank: int = dist.get_rank()
-        self.leads: bool = self.rank == ranks[0]
-
-    def gather(self, pieces: TensorPieces, own: Tensor, whole: Tensor | None) -> None:
-        """Give this process's piece to the leader, who writes all pieces to `whole`. All processes call this."""
-        if self.leads:
-            pieces.piece(whole, self.rank).copy_(own)
-            for rank in pieces.givers[1:]:
-                part = pieces.piece(whole, rank)
-                if part.numel():
-                    arrived = torch.empty(part.shape, dtype=part.dtype, device=own.device)
-                    dist.recv(arrived, rank, group=self._group)
-                    part.copy_(arrived)
-        elif self.rank in pieces.givers and own.numel():
-            dist.send(own.detach().contiguous(), self._ranks[0], group=self._group)
-
-    def scatter(self, pieces: TensorPieces, whole: Tensor | None, own: Tensor) -> None:
-        """Write this process's piece of the leader's `whole` to `own`. All processes call this."""
-        if not self.leads:
-            if own.numel():
-                dist.recv(own, self._ranks[0], group=self._group)
-            return
-        own.copy_(pieces.piece(whole, self.rank), non_blocking=True)
-        for rank in self._ranks[1:]:
-            part = pieces.piece(whole, rank)
-            if part.numel():
-                dist.send(part.to(own.device, non_blocking=True).contiguous(), rank, group=self._group)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from archipelago.broker.codecs import Parts, Vector
@@ -18,7 +17,7 @@ from archipelago.islands.pytorch.codecs import CODECS, TorchCodec
 from archipelago.islands.pytorch.codecs import Parts as TorchParts
 from archipelago.islands.pytorch.host import CopyStream, HostCopy, LateCopy, of_host
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.pieces import own_piece
+from archipelago.islands.pytorch.pieces import own_piece, piece_of, whole_of
 from archipelago.islands.sync.adoption import RULES
 from archipelago.islands.team.protocol import Work
 
@@ -131,21 +130,15 @@ class SharedReplica(TorchReplica):
 
 
 class SplitReplica(TorchReplica):
-    """The pieces of all references in this process. The leader alone has whole fragments, one at a time."""
+    """The pieces of all references in this process. One fragment at a time is whole, in each process."""
 
     def __init__(self, manifest: Manifest, parameters: ModuleParameters, team: Any) -> None:
         super().__init__(manifest, parameters.device)
-        self._whole, self._team, self._courier = manifest.layout, team, team.courier
-        self._pieces_by_name = parameters.pieces
+        self._whole, self._sizes, self._team, self._views = manifest.layout, manifest.sizes, team, parameters.views
         self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
-        self._own_sizes = [sum(tensor.size for tensor, _ in rows) for rows in self.layout]
-
-    def prepare(self, fragment: int, new_N: Vector) -> Any:
-        """Bring a snapshot to memory from which the leader's pieces travel without another copy."""
-        return of_host(new_N).pin_memory() if self._copies else new_N
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
-        """Return a fragment's outer gradient as the codec's parts, in the leader. The references move everywhere."""
+        """Return a fragment's outer gradient as the codec's parts. The references move everywhere."""
         self._team.tell(Work.MEASURE, fragment)
         return super().measure(fragment, params, codec)
 
@@ -154,32 +147,26 @@ class SplitReplica(TorchReplica):
         return super().adopt(fragment, params, new_N)
 
     def _placed(self, fragment: int, vector_N: Any) -> Any:
-        """Return this process's piece of a fragment, which the leader has in the memory of its host."""
-        return self._scattered(fragment, of_host(vector_N) if isinstance(vector_N, np.ndarray) else vector_N)
+        """Return this process's piece of a fragment, which the leader gives."""
+        if self._team.leads:
+            whole_N = super()._placed(fragment, vector_N)
+        else:
+            whole_N = torch.empty(self._sizes[fragment], dtype=torch.float32, device=self.device)
+        self._team.share([whole_N])
+        return self._own(fragment, whole_N)
 
     def _quantised(self, fragment: int, chosen: TorchCodec, delta_N: Any) -> tuple[TorchParts, Any]:
-        parts, restored_N, size = (), None, sum(tensor.size for tensor, _ in self._whole[fragment])
-        whole_N = delta_N.new_empty(size) if self._courier.leads else None
-        for name, own, whole in self._pieces(fragment, delta_N, whole_N):
-            self._courier.gather(self._pieces_by_name[name], own, whole)
-        if whole_N is not None:
-            parts = chosen.quantise(whole_N)
-            restored_N = chosen.restore(parts, size)
-        return parts, self._scattered(fragment, restored_N)
+        views = self._views()
+        owns = ((tensor, delta_N[offset : offset + tensor.size]) for tensor, offset in self.layout[fragment])
+        wholes = [whole_of(own.view(tensor.shape), views[tensor.name]).reshape(-1) for tensor, own in owns]
+        parts, restored_N = super()._quantised(fragment, chosen, torch.cat(wholes))
+        return parts, self._own(fragment, restored_N)
 
-    def _scattered(self, fragment: int, whole_N: Any) -> Any:
-        own_N = torch.empty(self._own_sizes[fragment], dtype=torch.float32, device=self.device)
-        for name, own, whole in self._pieces(fragment, own_N, whole_N):
-            self._courier.scatter(self._pieces_by_name[name], whole, own)
-        return own_N
-
-    def _pieces(self, fragment: int, own_N: Any, whole_N: Any) -> list[tuple[str, Any, Any]]:
-        """Return views of each tensor of a fragment: its name, this process's piece, and the whole tensor or None."""
-        found = []
-        for (tensor, offset), (own, start) in zip(self._whole[fragment], self.layout[fragment], strict=True):
-            whole = None if whole_N is None else whole_N[offset : offset + tensor.size].view(tensor.shape)
-            found.append((tensor.name, own_N[start : start + own.size].view(own.shape), whole))
-        return found
+    def _own(self, fragment: int, whole_N: Any) -> Any:
+        """Return this process's piece of a fragment that all processes have."""
+        views = self._views()
+        wholes = ((tensor, whole_N[offset : offset + tensor.size]) for tensor, offset in self._whole[fragment])
+        return torch.cat([piece_of(one.view(tensor.shape), views[tensor.name]).reshape(-1) for tensor, one in wholes])
 
 
 def _own_rows(rows: Rows, parameters: ModuleParameters) -> Rows:

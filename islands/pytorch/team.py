@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from archipelago.broker.shards.reader import asked, on_a_thread
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.pieces import Courier, TensorPieces, own_piece
+from archipelago.islands.pytorch.pieces import own_piece, piece_of, whole_of
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.team.protocol import Team
 
@@ -38,8 +38,6 @@ class ProcessTeam(Team):
     Attributes:
         mesh: The mesh that the model is split over; None if all processes hold all of it.
         ranks: The ranks of the processes. The first one leads.
-        on_host: Carries tensors of the host.
-        courier: Carries pieces of tensors of the model's device.
     """
 
     def __init__(self, mesh: Any, group: Any, device: Any, call: str) -> None:
@@ -52,15 +50,17 @@ class ProcessTeam(Team):
         Raises:
             ConfigError: The processes make different calls (`loop.not-together`).
         """
-        self.mesh, self._group, self.ranks = mesh, group, ranks_of(mesh, group)
+        self.mesh, self.ranks = mesh, ranks_of(mesh, group)
         self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
-        self.on_host = self.courier = Courier(self._messages, self.ranks)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.leaves_together = mesh is not None
         self.require_together(call)
-        if mesh is not None and device.type != "cpu":
-            group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(self.ranks, use_local_synchronization=True)
-            self.courier = Courier(group, self.ranks)
+        self._group = group  # for tensors of the model's device
+        if mesh is not None and device.type == "cpu":
+            self._group = self._messages
+        elif mesh is not None:
+            several = mesh.ndim > 1
+            self._group = dist.new_group(self.ranks, use_local_synchronization=True) if several else mesh.get_group()
 
     def _sum(self, numbers: Sequence[int]) -> Sequence[int]:
         message = torch.tensor([int(value) for value in numbers], device="cpu")
@@ -99,29 +99,22 @@ class ProcessTeam(Team):
 
     def gather_state(self, state: OptimizerState) -> list[Any]:
         """Return whole copies of all values in the leader's memory, and nothing in the others'."""
-        return [
-            self._gathered(
-                TensorPieces.of(entry.name, entry.example, self.mesh), entry.present(), tuple(entry.tensor.shape)
-            )
-            for entry in state.entries
-        ]
+        return [self._gathered(entry.present(), entry.example) for entry in state.entries]
 
     def scatter_state(self, state: OptimizerState, values: Sequence[Any]) -> None:
         """Replace the optimisers' state by values that the leader has."""
         for number, entry in enumerate(state.entries):
-            own = torch.empty_like(entry.present(), device="cpu")
-            pieces = TensorPieces.of(entry.name, entry.example, self.mesh)
-            self.on_host.scatter(pieces, values[number] if values else None, own)
-            entry.put(own)
+            whole = values[number] if values else torch.from_numpy(entry.placeholder.copy())
+            dist.broadcast(whole, self.ranks[0], group=self._messages)
+            entry.put(piece_of(whole, entry.example))
 
     # -- whole tensors of the model, for `create` and for digests -----------------------------------------------------
 
     def gather_tensor(self, parameters: ModuleParameters, place: int) -> Any:
         """Return one whole tensor in the memory of the leader's host, and None in the others'."""
-        name, view = list(parameters.views().items())[place]
-        return self._gathered(parameters.pieces[name], own_piece(view).detach(), tuple(view.shape))
+        view = list(parameters.views().values())[place]
+        return self._gathered(own_piece(view).detach(), view)
 
-    def _gathered(self, pieces: TensorPieces, own: Any, shape: tuple[int, ...]) -> Any:
-        whole = torch.empty(shape, dtype=own.dtype, device="cpu") if self.leads else None
-        self.on_host.gather(pieces, own.cpu(), whole)
-        return whole
+    def _gathered(self, own: Any, example: Any) -> Any:
+        whole = whole_of(own, example)
+        return whole.cpu() if self.leads else None

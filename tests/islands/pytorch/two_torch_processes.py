@@ -30,7 +30,7 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.islands.pytorch.joining import Joining, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.pieces import Courier, own_piece
+from archipelago.islands.pytorch.pieces import own_piece, piece_of
 from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.pytorch.team import ProcessTeam
@@ -79,16 +79,11 @@ def mesh_of(model: Any) -> Any:
 
 def bits(url: str) -> dict[str, Any]:
     """Send and adopt with two processes and with one, and return the names of the comparisons that differ."""
-    found = [compared(*each) for each in COMPARED]
-    return {
-        "different": [name for each in found for name in each[0]],
-        "largest": max(each[1] for each in found),
-        "bounds": found[0][2],
-    }
+    return {"different": [name for each in COMPARED for name in compared(*each)]}
 
 
-def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple[list[str], int, list[int]]:
-    """Return what differs, the elements of the largest fragment that was gathered, and the bounds for it."""
+def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> list[str]:
+    """Return what differs."""
     names = {"0.weight": archipelago.pytorch.Place("first", transposed=True)}
     parts = split(network(dtype), shape)
     one, ours = ModuleParameters(network(dtype), names=names), ModuleParameters(parts, names=names)
@@ -96,7 +91,6 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
     tensors = ours.manifest_tensors(lambda name: "rest")
     manifest = Manifest("own", config, tensors, balanced(tensors, 3), NO_CORPUS, {})
     team = ProcessTeam(mesh_of(parts), None, ours.device, "compare")
-    team.courier = watched = Watched(team.courier)
     team.tell = lambda *about, **numbers: None  # type: ignore[method-assign]
     alone, together = TorchReplica(manifest, one.device), SplitReplica(manifest, ours, team)
     random = np.random.default_rng(7)
@@ -112,59 +106,39 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
     together.begin(ours.named(), [given(each) for each in first])
     different = []
     for turn in range(2):
-        step(random, one, ours, team.on_host.rank)
+        step(random, one, ours)
         with one.lent() as held, ours.lent() as named:
             alone.write(held, first)
             together.write(named, [given(each) for each in first])
-            lent = differing(one, ours, team.on_host.rank)
+            lent = differing(one, ours)
             parts(torch.zeros(2, 64, dtype=dtype))  # an evaluation leaves whole parameters behind
-        different += [f"{codec} lent {name}" for name in lent + differing(one, ours, team.on_host.rank)]
+        different += [f"{codec} lent {name}" for name in lent + differing(one, ours)]
         for fragment, size in enumerate(manifest.sizes):
             expected, sent = alone.measure(fragment, one.named()), together.measure(fragment, ours.named())
             if team.leads and body_of(sent) != body_of(expected):
                 different.append(f"{codec} {turn} sent {fragment}")
             new_N = snapshot(size)
-            step(random, one, ours, team.on_host.rank)
+            step(random, one, ours)
             alone.adopt(fragment, one.named(), new_N.copy())
             together.adopt(fragment, ours.named(), given(new_N))
-    different += [f"{codec} {name}" for name in differing(one, ours, team.on_host.rank)]
-    return different, watched.largest, [max(manifest.sizes), manifest.parameters]
+    different += [f"{codec} {name}" for name in differing(one, ours)]
+    return different
 
 
-def differing(one: ModuleParameters, ours: ModuleParameters, rank: int) -> list[str]:
+def differing(one: ModuleParameters, ours: ModuleParameters) -> list[str]:
     """Return the names of the tensors of which this process has another piece than the whole model."""
-    pairs = [(name, tensor, own_piece(ours.named()[name])) for name, tensor in one.named().items()]
-    return [name for name, tensor, own in pairs if not torch.equal(ours.pieces[name].piece(tensor, rank), own)]
+    pairs = [(name, tensor, ours.named()[name]) for name, tensor in one.named().items()]
+    return [name for name, tensor, own in pairs if not torch.equal(piece_of(tensor, own), own_piece(own))]
 
 
-def step(random: Any, one: ModuleParameters, ours: ModuleParameters, rank: int) -> None:
+def step(random: Any, one: ModuleParameters, ours: ModuleParameters) -> None:
     """Change both models by the same numbers."""
     with torch.no_grad():
         for name, tensor in one.named().items():
             change = torch.from_numpy(random.normal(size=tensor.shape).astype(np.float32)).to(tensor.dtype)
             tensor += change
-            own = own_piece(ours.named()[name])
-            own += ours.pieces[name].piece(change, rank)
-
-
-class Watched(Courier):
-    """Notes the largest tensor of which a process held the whole, or a whole fragment around it."""
-
-    def __init__(self, courier: Courier) -> None:
-        self.__dict__.update(courier.__dict__)
-        self.largest = 0
-
-    def gather(self, pieces: Any, own: Any, whole: Any) -> None:
-        self._note(whole)
-        super().gather(pieces, own, whole)
-
-    def scatter(self, pieces: Any, whole: Any, own: Any) -> None:
-        self._note(whole)
-        super().scatter(pieces, whole, own)
-
-    def _note(self, whole: Any) -> None:
-        if whole is not None:
-            self.largest = max(self.largest, whole.untyped_storage().nbytes() // 4)
+            own = ours.named()[name]
+            own_piece(own).add_(piece_of(change, own))
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
