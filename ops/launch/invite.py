@@ -23,7 +23,7 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, i
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.launch.rm import living
 from archipelago.ops.settings import confirm, say, table_console
-from archipelago.ops.watch.doctor.server import is_local
+from archipelago.ops.watch.doctor.server import is_local, privacy
 from archipelago.ops.watch.formatting import new_table
 
 STANDARD_OUTPUT: Final = "-"
@@ -233,12 +233,11 @@ def _explain_first(administrator: Administrator, role: Role) -> None:
 
 def warnings(administrator: Administrator, invited: Invitation, *, created: bool) -> Iterator[str]:
     """Yield what makes an invitation weaker than it should be."""
-    if is_local(urlsplit(invited.url).hostname or ""):  # the path of a socket has no host
+    host = urlsplit(invited.url).hostname or ""  # the path of a socket has none
+    if is_local(host):
         yield "its URL works on this machine only; give --address rediss://HOST:PORT for members elsewhere"
-    elif not invited.url.startswith("rediss"):
-        yield "its URL has no TLS (rediss://), so everyone on the way can read its password"
-    if administrator.membership.needs_password() is False:
-        yield "the user `default` of the Redis has no password, so anyone can do anything until it is off or has one"
+    findings = privacy(administrator.membership.needs_password(), host, has_tls=invited.url.startswith("rediss"))
+    yield from (f"{each.what} {each.remedy}" for each in findings if each.level != "ok")
     if created and administrator.membership.keep() == "nowhere":
         again = "or invite again after a restart, with --replace"
         yield f"this Redis forgets its users when it restarts; give it an `aclfile`, {again}"
