@@ -78,11 +78,6 @@ def _uses(found: RunParameters, out: Path, kind: str) -> Iterator[str]:
     if found.manifest.config.has_user_loops:
         yield f"in a script:  safetensors.numpy.load_file('{out / WEIGHTS_FILE}') has the tensors by name"
         return
-    if kind == OWN_KIND:
-        yield (
-            f"the tensors have our own names (model_type {OWN_KIND!r}), because other programs have no model that "
-            f"computes the same as {found.manifest.config.model.size!r}"
-        )
     yield f"text:  archipelago generate {out} --prompt 'Once'"
     yield f"continue from here:  archipelago up --from {out} --model.size {found.manifest.config.model.size}"
 
