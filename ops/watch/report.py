@@ -35,11 +35,6 @@ _OF_VIEW = (
 )  # fmt: skip
 #: An evaluation after fewer steps of a run is not that of its end.
 EVALUATED_SHARE = 0.9
-#: The figures are those of docs/results/learning.md, which were measured on models of up to 1 M parameters.
-_GAPS = (
-    "Islands train apart in between: four of them ended above data-parallel training by about 5 % after 10 syncs, and "
-    "not at all after 50 or more (--inner.steps, --sync.interval)"
-)
 
 
 @dataclass(frozen=True)
@@ -172,12 +167,11 @@ def result_in_words(report: Mapping[str, Any]) -> str:
 
 
 def syncs_in_words(view: RunView) -> str:
-    """Return how many syncs there were, and which gap to data-parallel training that usually leaves."""
+    """Return how many syncs there were, or what is wrong if they were too few."""
     if fault := view.few_syncs:
         return f"{fault} {FEW_SYNCS_REMEDY}"
     count = round(view.syncs)
-    text = f"each fragment was synchronised {count:,} {'time' if count == 1 else 'times'}"
-    return text if view.known < 2 else f"{text}. {_GAPS}"
+    return f"each fragment was synchronised {count:,} {'time' if count == 1 else 'times'}"
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
