@@ -154,9 +154,9 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
 
 def _start_command(view: RunView) -> str:
     """Return the command that starts an island; empty if the islands are training scripts of their users."""
-    if view.has_scripts:
+    if view.manifest.has_scripts:
         return ""
-    return f"archipelago island URL --run {view.run}{' --task FILE.py:NAME' if view.task else ''}"
+    return f"archipelago island URL --run {view.run}{' --task FILE.py:NAME' if view.manifest.task else ''}"
 
 
 def _run_problems(view: RunView) -> Iterator[Problem]:
@@ -193,7 +193,7 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
 def _merger_problems(view: RunView) -> Iterator[Problem]:
     status = view.merger
     steps = [island.step_seconds for island in view.islands if island.live and island.step_seconds > 0]
-    stride_seconds = min(steps, default=0.0) * view.interval / max(1, view.fragments)
+    stride_seconds = min(steps, default=0.0) * view.manifest.config.sync.interval / max(1, view.fragments)
     longest = max(STALL_SECONDS, STALL_STRIDES * stride_seconds)
     if {island.state for island in view.islands if island.live} == {"joining"}:  # compiling, for example
         longest *= LOADING_FACTOR
@@ -228,7 +228,7 @@ def merge_loads(view: RunView) -> Iterator[tuple[str, MergeLoad]]:
     """Yield the load of the merger of each shard that is known, with words that name the shard if there are several."""
     for shard, fragments in enumerate(view.shards or [range(view.fragments)]):
         entries = [entry for entry in view.tape if entry.fragment in fragments]
-        if (load := merge_load(entries, view.interval)) is not None:
+        if (load := merge_load(entries, view.manifest.config.sync.interval)) is not None:
             yield f"Shard {shard}: " if view.shards else "", load
 
 

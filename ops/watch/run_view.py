@@ -53,9 +53,7 @@ class RunView:
         participating: Live islands that recent rounds have merged.
         unit: The unit of all losses, such as `bits per byte`. `loss` is that of training.
         held_out_first: The loss on held-out text at the first evaluation.
-        interval: H, the inner steps between two contributions to the same fragment.
         tokens_merged: This and the following are the run's accounts of tokens (`_token_accounts`).
-        task: The name of the users' task that it trains; empty for other runs.
         shards: The fragments of each shard, in a run with several.
         unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
@@ -102,10 +100,8 @@ class RunView:
     islands: tuple[IslandView, ...]
     unreadable: tuple[str, ...] = ()
     frozen_parameters: int = 0
-    task: str = ""
     shards: tuple[tuple[int, ...], ...] = ()
     unreachable: Mapping[int, str] = field(default_factory=dict, hash=False)
-    interval: int = 1
     merger: MergerStatus = field(default_factory=MergerStatus)
     standbys: tuple[Standby, ...] = ()
     refused: str = ""
@@ -122,10 +118,6 @@ class RunView:
     up: str = ""
 
     @property
-    def has_scripts(self) -> bool:
-        return self.manifest.has_scripts
-
-    @property
     def unfinished(self) -> bool:
         """Whether the run has steps to make."""
         return self.step < self.steps
@@ -140,7 +132,7 @@ class RunView:
         """What is wrong with the syncs that the run had, or will have at its end; empty if there are enough."""
         if not self.unfinished:
             return few_syncs(self.syncs)
-        return few_syncs(self.steps / self.interval, "will have")
+        return few_syncs(self.steps / self.manifest.config.sync.interval, "will have")
 
     @property
     def round_seconds(self) -> float:
@@ -166,9 +158,9 @@ def evaluated(view: RunView, now: float) -> str:
     """Return when the held-out loss was measured and of which round, or how to get one, as a sentence."""
     newest = view.evaluations[-1] if view.evaluations else None
     if newest is None or not newest.unix_seconds:
-        if view.has_scripts:
+        if view.manifest.has_scripts:
             return "no held-out loss: give `join` an `evaluate`, or call `run.report(held_out=…)`"
-        if_any = ", if the task has an `evaluate`" if view.task else ""
+        if_any = ", if the task has an `evaluate`" if view.manifest.task else ""
         return f"no held-out loss yet: one island evaluates as soon as it trains{if_any}"
     by = f" by {newest.by}" if newest.by else ""
     behind = view.rounds - newest.round

@@ -28,6 +28,8 @@ from tests import samples
 NOW = 1.8e9
 MANIFEST = samples.manifest()
 ROUND = samples.commit([]).tape
+#: The manifest of a run with a long interval.
+RARE = replace(MANIFEST, config=replace(MANIFEST.config, sync=replace(MANIFEST.config.sync, interval=2400)))
 SERVED: dict[str, Any] = {"merger": MergerStatus("m", 1, 4.0, 0.5), "covered": 1 << 40}
 
 
@@ -134,10 +136,10 @@ CASES: list[tuple[RunView, list[str]]] = [
     (view(beat("b", 40.0)), ["island.silent"]),
     (view(live=0, known=0), ["run.no-islands"]),  # A new run.
     (
-        view(interval=2400, merger=status(still_seconds=350.0)),
+        view(manifest=RARE, merger=status(still_seconds=350.0)),
         ["run.few-syncs"],
     ),  # A stride is 120 s; slow islands have three.
-    (view(interval=2400, merger=status(still_seconds=361.0)), ["run.stalled", "run.few-syncs"]),
+    (view(manifest=RARE, merger=status(still_seconds=361.0)), ["run.stalled", "run.few-syncs"]),
     (view(beat("b", 7200.0)), []),  # It is gone for good.
     (view(beat("b", 40.0, state="left")), []),
     (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), ["island.thin-link"]),

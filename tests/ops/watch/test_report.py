@@ -210,8 +210,9 @@ def test_the_report_says_where_its_figures_come_from(ended: Path) -> None:
 
 
 def trained(rounds: int, step: int) -> RunView:
-    view = summarise(MANIFEST, [], [], Counters())
-    return replace(view, rounds=rounds, fragments=6, step=step, interval=24)
+    config = replace(MANIFEST.config, sync=replace(MANIFEST.config.sync, interval=24))
+    view = summarise(replace(MANIFEST, config=config), [], [], Counters())
+    return replace(view, rounds=rounds, fragments=6, step=step)
 
 
 def test_the_result_of_a_run_in_one_sentence() -> None:

@@ -122,7 +122,7 @@ def test_what_is_not_known_yet() -> None:
     assert "ago" not in evaluated(view, 1090.0)
     own = replace(view, manifest=replace(MANIFEST, config=replace(MANIFEST.config, model=ModelConfig(size=OWN_MODEL))))
     assert "run.report" in evaluated(own, 1090.0), "only a script can evaluate its model"
-    assert "`evaluate`" in evaluated(replace(own, task="digits"), 1090.0)
+    assert "`evaluate`" in evaluated(replace(own, manifest=replace(own.manifest, task="digits")), 1090.0)
     back = seen(evaluations=[replace(EVALUATIONS[0], round=3, unix_seconds=1000.0)])
     assert "of round 3 (before the run went back)" in evaluated(back, 1090.0)
     text = words(shown(view, 80))
