@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.manifest import loss_unit, rounded
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
@@ -53,13 +52,8 @@ def main(options: ReportOptions) -> int:
     name = checked_name(str(found["page"]["run"]), "the run name")
     path = options.out or (folder or RUNS / name) / FILE
     text = html(found, library.read_text(encoding="utf-8"))
-    try:
-        make_untracked(path.parent)
-        write_atomically(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror})", "Name another file with --out.", code="report.unwritable"
-        ) from None
+    make_untracked(path.parent)
+    write_atomically(path, text)
     if options.json:
         print_json({"file": str(path), "page": found["page"], "about": found["about"]})
     else:

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, few_of
 from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.progress import progress
@@ -40,8 +40,6 @@ from archipelago.ops.watch.state_line import StateLine, state_line
 
 #: How many islands and problems are shown. `--json` has all.
 ROWS = 40
-#: How many islands with the same problem are named.
-NAMED = 8
 FRAMES_A_SECOND = 1.0  # each takes 30 ms
 #: Lines of the live screen without islands and events, about.
 _OTHER_LINES = 14
@@ -227,8 +225,7 @@ def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
         lines.append(f"contributions refused so far: {', '.join(f'{code} {count:,}' for code, count in counts)}")
     out = []
     for problem in grouped(found):
-        more = f" and {len(problem.names) - NAMED:,} more" if len(problem.names) > NAMED else ""
-        names = f" ({', '.join(problem.names[:NAMED])}{more})" if problem.names else ""
+        names = f" ({few_of(problem.names)})" if problem.names else ""
         text = printable(f"{problem.who}{names}: {problem.text} {problem.remedy} [{problem.code}]")
         out.append(Text(text, style="bold red" if problem.mood == "bad" else "yellow"))
     return [*out, *(Text(printable(line), style="yellow") for line in lines)]

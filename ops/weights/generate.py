@@ -16,7 +16,7 @@ import tyro
 from archipelago.broker.config import BYTES, OWN_MODEL, ModelConfig
 from archipelago.broker.errors import ConfigError, DataError, require_number
 from archipelago.broker.invitation import names_redis
-from archipelago.broker.observe.logs import CONTROLS
+from archipelago.broker.observe.logs import printable_lines
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RunAddress, keep_compiled, print_json
 from archipelago.ops.settings import say
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 #: The most tokens that the model sees at once.
 CONTEXT_MAX = 8192
-#: Control characters become U+FFFD, so that text cannot control the terminal.
-_SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def generate(text_model: TextModel, prompt: str, tokens: int, temperature: float
 def show(piece: str) -> None:
     """Print text without control characters, and flush it."""
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(piece.translate(_SILENT).encode(encoding, "replace").decode(encoding))
+    sys.stdout.write(printable_lines(piece).encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 

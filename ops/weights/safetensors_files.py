@@ -28,8 +28,6 @@ _CONFIG_BYTES_MAX = 16 << 20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 #: A table that older programs store with the weights.
 _NOT_WEIGHTS = "rotary_emb.inv_freq"
-#: The most tensors that a message names. The message counts the others.
-_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -218,8 +216,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(name[:120] for name in names[:_NAMED])
-    return f"{listed} and {len(names) - _NAMED:,} more" if len(names) > _NAMED else listed
+    return few_of([name[:120] for name in names], 3)
 
 
 # -- the tokenizer of weights ------------------------------------------------------------------------------------------

@@ -115,7 +115,6 @@ MISTAKES = [
     ("steer RUNS rubbish=", "control.value"),
     ("report empty", "checkpoint.missing"),
     ("report nothing", "checkpoint.missing"),
-    ("report RUNS --out /proc/x.html", "report.unwritable"),
     # the model
     ("export nothing --out new", "checkpoint.missing"),
     ("export RUNS --out full", "export.exists"),
