@@ -44,7 +44,7 @@ from archipelago.merger.weights import Group, Norms, RunningMean, groups
 Vector = jax.Array | NDArray[np.float32]
 #: `isotropic` merges a round as `rda` does if its contributions hold a larger share of the run's steps than this.
 #: It evens out the spectrum of one interval of many. Where the intervals are few, or one, it loses (docs/log.md).
-LONG_SHARE = 0.25
+LONG_SHARE = 0.2
 
 
 @dataclass(frozen=True)
