@@ -120,6 +120,7 @@ class Administrator:
         password: str = "",
         url: str = "",
         may_replace: bool = False,
+        kept_key: str = "",
     ) -> Invitation:
         """Make someone a member, and return the invitation.
 
@@ -128,6 +129,7 @@ class Administrator:
             password: The password of a user that was created elsewhere; empty to create the user here.
             url: The URL under which the member reaches the Redis; empty for the administrator's own.
             may_replace: Whether a member of that name gets new credentials. The old ones end.
+            kept_key: The private key that an island keeps while it is a member with it, so that its work stays valid.
 
         Raises:
             ConfigError: There is a member of that name, the key of the mergers is elsewhere, or the server does not let
@@ -154,7 +156,9 @@ class Administrator:
             raise denied  # before the run is signed
         if role in SIGNING_ROLES:
             self.open()
-        private, public = self._keys_for(role)
+        known, (private, public) = members.by_name.get(name), self._keys_for(role)
+        if known and role == "island" and kept_key and known.key == public_text(kept_key):
+            private, public = kept_key, known.key
         if creates_user and not self.membership.set_user(user, password, rules):
             raise denied
         self.membership.put(name, Member(role, public, user))
@@ -262,7 +266,7 @@ def administrator_at(server: RedisServer, run: str, folder: Path) -> Invitation:
 
 
 def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) -> dict[str, str]:
-    """Invite the processes that `up` starts, and return their join files by name. This renews credentials."""
+    """Invite the processes that `up` starts, and return their join files by name. This renews passwords."""
     ours: list[tuple[str, Role]] = [("merger", "merger"), ("standby", "viewer")]
     joins = {}
     for name, role in [*ours, *((island, "island") for island in islands)]:
@@ -271,7 +275,8 @@ def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) 
         # A join file that was lost is no reason to stop, but a member of another role is somebody else's.
         known = administrator.membership.all().by_name.get(name)
         is_ours = file.exists() or (role != "island" and known is not None and known.role == role)
-        invited = administrator.invite(name, role, url=url, may_replace=is_ours)
+        key = invitations.read(file).private_key if file.exists() else ""
+        invited = administrator.invite(name, role, url=url, may_replace=is_ours, kept_key=key)
         invitations.write(file, invited)
         joins[name] = str(file)
     administrator.membership.keep()

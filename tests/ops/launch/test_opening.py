@@ -119,7 +119,7 @@ def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Pa
     assert last_start(tmp_path) == ("redis-server", closed)
 
 
-def test_our_processes_get_new_credentials_at_each_start(server: RedisServer, tmp_path: Path) -> None:
+def test_a_start_renews_our_passwords_and_keeps_the_keys_of_islands(server: RedisServer, tmp_path: Path) -> None:
     run = f"demo-{uuid.uuid4().hex[:8]}"
     transport = opened(server, tmp_path, run)
     ours = Administrator(transport, server.url, tmp_path)
@@ -128,11 +128,21 @@ def test_our_processes_get_new_credentials_at_each_start(server: RedisServer, tm
     assert {name: invitation.role for name, invitation in first.items()} == roles
     assert first["merger"].private_key == administrator_at(server, run, tmp_path).private_key, "it is kept"
     island = first["island-0"]
-    connect(island.url, run, island).close()
-    renewed = invite_ours(ours, server.url, ["island-0"])
-    assert invitations.read(Path(renewed["island-0"])).url != island.url
+    with closing(connect(island.url, run, island)) as joined:
+        joined.island.publish(samples.contribution(b"x", island="island-0"), b"x")
+    file = Path(invite_ours(ours, server.url, ["island-0"])["island-0"])
+    renewed = invitations.read(file)
+    assert renewed.url != island.url
     with failing(BrokerError, "broker.access"):
         connect(island.url, run, island)
+    merger = invitations.read(file.with_name("merger.join"))
+    with closing(connect(merger.url, run, merger)) as joined:
+        assert joined.merger.acquire("m", 60.0)
+        (delivery,) = joined.merger.updates(0.0)
+        assert delivery.contribution is not None, delivery.fault
+    ours.revoke("island-0")
+    invite_ours(ours, server.url, ["island-0"])
+    assert invitations.read(file).private_key != renewed.private_key, "who was revoked may know the old one"
     transport.close()
 
 
