@@ -130,6 +130,7 @@ class Administrator:
             url: The URL under which the member reaches the Redis; empty for the administrator's own.
             may_replace: Whether a member of that name gets new credentials. The old ones end.
             kept_key: The private key that an island keeps while it is a member with it, so that its work stays valid.
+                Requests to drain or expel it stay, too.
 
         Raises:
             ConfigError: There is a member of that name, the key of the mergers is elsewhere, or the server does not let
@@ -163,7 +164,8 @@ class Administrator:
             raise denied
         self.membership.put(name, Member(role, public, user))
         self._keep_records()
-        if self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):  # one of that name has left earlier
+        is_admitted = known is None or not kept_key  # one of that name may have left earlier
+        if is_admitted and self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):
             self._reader.steer({island_field(name): ""})
         return Invitation(
             with_user(url or self._url, user, password), self.run, name, role, private,

@@ -20,6 +20,7 @@ from redis.retry import Retry
 
 from archipelago.broker import invitation as invitations
 from archipelago.broker import signing
+from archipelago.broker.control import EXPEL, island_field
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import Invitation, key_text
 from archipelago.broker.machine import is_free
@@ -130,7 +131,9 @@ def test_a_start_renews_our_passwords_and_keeps_the_keys_of_islands(server: Redi
     island = first["island-0"]
     with closing(connect(island.url, run, island)) as joined:
         joined.island.publish(samples.contribution(b"x", island="island-0"), b"x")
+    transport.reader.steer({island_field("island-0"): EXPEL})
     file = Path(invite_ours(ours, server.url, ["island-0"])["island-0"])
+    assert transport.reader.control() == {island_field("island-0"): EXPEL}, "only an operator lifts it"
     renewed = invitations.read(file)
     assert renewed.url != island.url
     with failing(BrokerError, "broker.access"):
