@@ -6,7 +6,6 @@ permission it tests are queued in a transaction that it discards.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,12 +57,14 @@ class ServerFacts:
         settings: The answers to CONFIG GET for SETTINGS.
         needs_password: Whether a client without a password is rejected; None if unknown.
         denied: The commands that the user's role needs on the run's keys, and that this user cannot execute.
+        unknown: Such commands that the server does not know, such as renamed ones.
     """
 
     info: Mapping[str, Any]
     settings: Mapping[str, str]
     needs_password: bool | None
     denied: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
 
 class RedisCheckup:
@@ -118,8 +119,8 @@ class RedisCheckup:
         """Measure the bandwidth, for about `seconds` in each direction.
 
         The bursts grow until one takes a large part of the time. The server stores at most one chunk at a time, in a
-        key that expires. Nothing is written to a server whose memory is nearly full, or whose disk refuses writes. The
-        duration of a ping is subtracted from each burst.
+        key that expires. Nothing is written to a server whose memory is nearly full. The duration of a ping is
+        subtracted from each burst. Raises BrokerError if the server refuses writes.
         """
         if why_not := self._no_room():
             return Bandwidth(why_not=why_not)
@@ -141,8 +142,6 @@ class RedisCheckup:
         limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
         if limit and used + 2 * BURST_BYTES_MAX > ROOM_SHARE * limit:
             return "its memory is too full to write a measurement into it"
-        if info.get("aof_last_write_status", "ok") != "ok":
-            return "its disk refuses writes"
         return ""
 
     def _rate(self, seconds: float, round_trip_seconds: float, transfer: Callable[[Any, int], Any]) -> float:
@@ -169,7 +168,7 @@ class RedisCheckup:
         with self._if_allowed():
             settings = self._redis.config_get(*SETTINGS)
         needs_password = MemberRecords(self._connection).needs_password()
-        return ServerFacts(self._info_or_nothing(), settings, needs_password, self._denied())
+        return ServerFacts(self._info_or_nothing(), settings, needs_password, *self._refused())
 
     def servers(self) -> tuple[Kind, list[NodeFacts]]:
         """Return the kind of the address, and facts about each server. Raises UnreachableError if none is found."""
@@ -195,15 +194,15 @@ class RedisCheckup:
             found |= self._connection.info(USUAL)
         return found
 
-    def _denied(self) -> tuple[str, ...]:
-        """Return the needed commands that this user cannot execute.
+    def _refused(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the needed commands that this user may not execute, and those that the server does not know.
 
         Each command is queued in a transaction, which is then discarded. Redis checks permissions when it queues a
         command, so nothing is executed, and the user needs no right to read the access rules.
         """
         pool = self._redis.connection_pool
         connection = pool.get_connection()
-        denied: list[str] = []
+        refused: dict[str, list[str]] = {"permission": [], "unknown command": []}
 
         def tried(*command: Any) -> Any:
             """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""
@@ -214,8 +213,9 @@ class RedisCheckup:
             except UnreachableError:
                 raise
             except BrokerError as error:
-                if re.search("permission", str(error.__cause__)):
-                    denied.append(command[0])
+                for answer, commands in refused.items():
+                    if answer in str(error.__cause__):
+                        commands.append(command[0])
                 return error
 
         try:
@@ -232,7 +232,8 @@ class RedisCheckup:
         finally:
             connection.disconnect()  # the server then drops a transaction that was not discarded
             pool.release(connection)
-        return tuple(dict.fromkeys(denied))
+        denied, unknown = (tuple(dict.fromkeys(commands)) for commands in refused.values())
+        return denied, unknown
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,8 @@ def _check_link(checkup: RedisCheckup, seconds: float, found: CheckedServer) -> 
         try:
             link = checkup.bandwidth(seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
         except BrokerError as error:
-            link = Bandwidth(why_not=error.what)
+            found.findings.append(problem(error.code, error.what, error.remedy))
+            return
         found.findings.append(checks.bandwidth(link))
         if not checks.is_local(str(checkup.options.get("host", ""))):  # loopback is as fast as the processor is free
             found.link = link

@@ -73,6 +73,7 @@ def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | 
         *memory(info),
         *evictions(facts),
         *([] if role else untold(facts)),
+        *unknown(facts.unknown),
         rights(facts.denied, role),
         *privacy(facts.needs_password, host, has_tls=has_tls),
     ]
@@ -88,13 +89,26 @@ def untold(facts: ServerFacts) -> Iterator[Finding]:
         )
 
 
+def unknown(commands: Sequence[str]) -> Iterator[Finding]:
+    """Find commands that a setting of the server took away."""
+    if commands:
+        yield problem(
+            "server.unknown-command",
+            f"The server does not know {', '.join(commands)}, which a run needs.",
+            "Remove `rename-command` from its configuration file, and start it again; use ACLs in its place.",
+        )
+
+
 def version(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Name the server, and find a replica. The connection has refused a version that is too old."""
+    """Name the server, and find a replica, or a lack of them. The connection has refused a version that is too old."""
     if redis := str(info.get("redis_version", "")):
         name = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {redis}"
         yield ok("version", f"The server is {name}. We need {'.'.join(map(str, OLDEST))} or newer.")
     if info.get("role") == "slave":
         yield problem("role.replica", "This server is a replica, which takes no writes.", "Name its primary instead.")
+    if info.get("min_slaves_good_slaves") == 0:  # INFO has it only if some are needed
+        what = "No replica follows this server, so it refuses writes."
+        yield problem("role.no-replicas", what, "Start one, or lower min-replicas-to-write.")
 
 
 def persistence(facts: ServerFacts) -> Iterator[Finding]:

@@ -129,6 +129,25 @@ def test_denied_commands_are_found_by_trying_them_without_effect(own: RedisServe
     raw.execute_command("ACL", "DELUSER", "guest")
 
 
+def test_a_command_that_was_renamed_is_missing(checkup: RedisCheckup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkup.facts().unknown == ()
+    monkeypatch.setattr(roles, "needed_commands", lambda *_: [("PING",), ("RENAMED", "x")])
+    assert checkup.facts().unknown == ("RENAMED",)
+
+
+def test_a_server_that_refuses_writes_is_a_problem_with_the_remedy_of_its_cause(
+    checkup: RedisCheckup, raw: Any
+) -> None:
+    raw.config_set("min-replicas-to-write", 1)
+    try:
+        checked = main.CheckedServer([])
+        main._check_link(checkup, 0.01, checked)
+        assert [each.code for each in checked.findings if each.level == "problem"] == ["broker.refused-replicas"]
+        assert [each.code for each in judged(checkup.facts())] == ["role.no-replicas"], "without a measurement, too"
+    finally:
+        raw.config_set("min-replicas-to-write", 0)
+
+
 def test_the_doctor_checks_what_a_role_needs(own: RedisServer, raw: Any, checkup: RedisCheckup) -> None:
     for role in ROLES:
         rules = roles.rules(role, "sample", "oslo", (7, 2))
