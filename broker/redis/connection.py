@@ -20,6 +20,7 @@ from archipelago.broker.redis.failures import (
     eviction,
     is_wrong_kind,
     mode_of,
+    refused_writes,
     require_kind,
     require_lasting,
 )
@@ -152,10 +153,10 @@ class RedisConnection:
         return f"{server.get('run_id', '')} {replication.get('master_replid', '')}".strip()
 
     def memory(self) -> Memory:
-        """Return how much memory the server uses, its limit, and the memory of its machine."""
-        info = self.info("memory")
+        """Return how much memory the server uses, its limit, the memory of its machine, and why it refuses writes."""
+        info = self.info("default")
         used, limit, machine = (int(info.get(name, 0)) for name in ("used_memory", "maxmemory", "total_system_memory"))
-        return Memory(used, limit, machine)
+        return Memory(used, limit, machine, refused_writes(info))
 
     def warn_once(self, what: str, error: WireError) -> None:
         """Log that `what` cannot be read, once for each such text."""

@@ -140,6 +140,21 @@ def _refusal(answer: str) -> tuple[str, str, str]:
     return next(known, ("broker.refused-command", "refused a command", "See its log and `INFO`."))
 
 
+def refused_writes(info: Info) -> str:
+    """Return why a server with this INFO refuses writes, and what to do; empty if it takes them.
+
+    After a failed write to its disk it may take them, by settings that INFO does not tell.
+    """
+    limit = int(info.get("maxmemory", 0))
+    answers = {
+        "used memory > 'maxmemory'": 0 < limit <= int(info.get("used_memory", 0)),
+        "read only replica": info.get("role") == "slave",
+        "MISCONF": "err" in (info.get("rdb_last_bgsave_status"), info.get("aof_last_write_status")),
+        "NOREPLICAS": info.get("min_slaves_good_slaves") == 0,  # INFO has it only if some are needed
+    }
+    return next((". ".join(_refusal(answer)[1:]) for answer, refuses in answers.items() if refuses), "")
+
+
 def tls_fault(error: BaseException | None) -> ssl.SSLError | None:
     """Return the cause of a failed handshake that no retry can mend; None for an outage."""
     while error is not None:

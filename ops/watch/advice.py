@@ -47,9 +47,11 @@ _ORDER = ("bad", "warn", "info")
 
 #: The states of a run that follow from its problems. The first that it has counts.
 _STATES = {
-    "run.paused": "paused", "run.no-islands": "no islands", "shard.unreachable": "shard away",
-    "merger.missing": "no merger", "run.stalled": "stalled",
+    "run.paused": "paused", "redis.refuses-writes": "stalled", "run.no-islands": "no islands",
+    "shard.unreachable": "shard away", "merger.missing": "no merger", "run.stalled": "stalled",
 }  # fmt: skip
+#: These follow if Redis refuses writes. Processes that live cannot say so then, and one that is started cannot either.
+_STANDSTILL = ("run.no-islands", "merger.missing", "run.stalled")
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,10 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
         *(problem for island in view.islands for problem in _island_problems(island, _start_command(view))),
         *_refusal_problems(view, unix_seconds),
     ]
+    if view.refuses_writes and any(each.code in _STANDSTILL for each in found):
+        what, _, remedy = view.refuses_writes.partition(". ")
+        found = [each for each in found if each.code not in (*_STANDSTILL, "island.silent")]
+        found.insert(0, Problem("redis.refuses-writes", "bad", "redis", f"Redis {what}.", remedy))
     address = view.address and f" {view.address}"
 
     def named(remedy: str) -> str:
@@ -202,8 +208,6 @@ def _merger_problems(view: RunView) -> Iterator[Problem]:
         lacking = f"{numbered('shard', status.unserved)}, and the others go on" if status.holders else "the run"
         start = f"Start one with `archipelago merger URL --run {view.run}`. It takes what has none, and goes on where "
         start += "the last one stopped. Until then islands train on, and their work waits for one."
-        if 0 < view.memory_limit_bytes <= view.memory_bytes:
-            start = "Redis is full, so a merger that runs cannot write either. Raise `maxmemory`: it goes on by itself."
         again = view.up and f"Continue the run with `{view.up}`."
         yield Problem(
             "merger.missing", "bad", "merger", f"No merger serves {lacking}.", view.refused or again or start,

@@ -168,6 +168,7 @@ def summarise(
         pending=counters.pending,
         memory_bytes=memory.used if memory else 0,
         memory_limit_bytes=memory.limit if memory else 0,
+        refuses_writes=memory.refuses_writes if memory else "",
         shards=layout.fragments if manifest.shards > 1 else (),
         unreachable=away,
         islands=islands,

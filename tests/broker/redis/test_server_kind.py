@@ -13,7 +13,7 @@ import redis
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.redis.client import client_at
-from archipelago.broker.redis.failures import eviction, mode_of, require_kind, require_lasting
+from archipelago.broker.redis.failures import eviction, mode_of, refused_writes, require_kind, require_lasting
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
@@ -111,6 +111,18 @@ def test_redis_and_valkey_name_the_mode_differently() -> None:
         assert mode_of({name: "cluster"}) == "cluster"
         with failing(BrokerError, "broker.address"):
             require_kind("here", {"redis_version": "7.2.4", name: "cluster"}, {})
+
+
+def test_info_says_why_writes_are_refused() -> None:
+    for info, why in (
+        ({"maxmemory": 5, "used_memory": 5}, "memory"), ({"role": "slave"}, "replica"),
+        ({"rdb_last_bgsave_status": "err"}, "disk"), ({"aof_last_write_status": "err"}, "disk"),
+        ({"min_slaves_good_slaves": 0}, "too few replicas"),
+    ):  # fmt: skip
+        what, _, remedy = refused_writes(info).partition(". ")
+        assert why in what and what.endswith("so it refuses writes") and remedy, info
+    fine = {"role": "master", "used_memory": 5, "rdb_last_bgsave_status": "ok", "min_slaves_good_slaves": 1}
+    assert refused_writes({}) == refused_writes(fine) == ""
 
 
 def test_a_policy_matters_only_with_a_limit() -> None:

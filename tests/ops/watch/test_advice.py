@@ -14,6 +14,7 @@ import pytest
 from archipelago.broker.control import Control
 from archipelago.broker.messages import Counters, Evaluation, Note, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
+from archipelago.broker.redis.failures import refused_writes
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.launch.opening import CERTIFICATES
@@ -102,9 +103,16 @@ def test_only_a_folder_of_up_is_continued_by_it(tmp_path: Path, monkeypatch: pyt
     assert up_command(Path("demo"), "demo") == f"archipelago up --run demo --folder {tmp_path}/runs"
 
 
-def test_a_full_redis_is_told_before_a_merger_is_started() -> None:
-    full = view(merger=status(holder=""), memory_bytes=10, memory_limit_bytes=10)
-    assert "Redis is full" in remedies(full)["merger.missing"]
+def test_a_redis_that_refuses_writes_is_told_in_place_of_what_follows() -> None:
+    refuses: dict[str, Any] = {"refuses_writes": refused_writes({"min_slaves_good_slaves": 0})}
+    silent = view(beat("a", 90.0), beat("b", 80.0), merger=status(holder=""), **refuses)
+    (found,) = problems(silent, NOW)
+    assert (found.code, found.text) == (
+        "redis.refuses-writes", "Redis has too few replicas that follow it, so it refuses writes.",
+    )  # fmt: skip
+    assert found.remedy.startswith("Start its replicas") and state_of(silent, [found]) == "stalled"
+    assert look(view(merger=status(still_seconds=61.0), **refuses)) == ["redis.refuses-writes"]
+    assert look(view(beat("b", 40.0), **refuses)) == ["island.silent"], "one may watch a run at a replica"
 
 
 def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
