@@ -43,6 +43,14 @@ _REFUSALS = {
         "broker.refused-replica", "is a replica, so it refuses writes", "Use the address of its primary."
     ),
 }  # fmt: skip
+#: Pattern of an outage that has a cause of its own: what to do.
+_OUTAGES = {
+    "max number of clients": "Raise its `maxclients`, or end processes that use it.",
+    "AskError|TryAgainError|ClusterDownError|owns the slot": (
+        "A slot is being moved or has no owner. A failover ends that by itself; otherwise "
+        "`redis-cli --cluster check HOST:PORT` shows it, and `redis-cli --cluster fix HOST:PORT` mends it."
+    ),
+}
 #: What only a node of a cluster answers.
 _OF_CLUSTERS = (redis.exceptions.AskError, redis.exceptions.ClusterDownError, redis.exceptions.ClusterCrossSlotError)
 #: The oldest Redis whose access control tells reading from writing, and gives rights on some keys only.
@@ -90,7 +98,8 @@ class Failures:
         if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError):
             if (fault := tls_fault(error)) is not None:
                 return self._insecure(fault)
-            remedy = f"Is it running, and can this machine reach it?{self._other_scheme(said)}"
+            usual = f"Is it running, and can this machine reach it?{self._other_scheme(said)}"
+            remedy = next((known for pattern, known in _OUTAGES.items() if re.search(pattern, said)), usual)
             return UnreachableError(f"{self.where} does not answer ({said})", remedy)
         if isinstance(error, _OF_CLUSTERS):
             return is_cluster(self.where, said)
@@ -118,11 +127,13 @@ class Failures:
         )
 
     def _other_scheme(self, text: str) -> str:
-        """Return a hint for a server that was reached, and may not answer because of TLS."""
+        """Return a hint for a server that was reached, and may not answer because of TLS or of its protected mode."""
         if self.where.startswith("rediss"):
             return "" if "refused" in text else " An address without TLS begins with redis://."
         reached = "connecting to" not in text
-        return " An address with TLS begins with rediss://." if reached and self.where.startswith("redis") else ""
+        hint = " An address with TLS begins with rediss://. "
+        hint += "A Redis without a password answers only its own machine (protected mode)."
+        return hint if reached and self.where.startswith("redis") else ""
 
     def _of_sentinels(self) -> str:
         """Return a hint for Sentinels, which may be what refuses access."""

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from archipelago.broker.address import redacted
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.redis import client
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.failures import Failures
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.chaos.proxy import Proxy
@@ -103,6 +105,17 @@ def test_a_server_that_does_not_answer_is_unreachable(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems call these options otherwise, or lack them")
+def test_an_outage_has_the_remedy_of_its_cause() -> None:
+    for error, remedy in (
+        (redis.ConnectionError("max number of clients reached"), "maxclients"),
+        (redis.ConnectionError("ClusterDownError: Hash slot not served"), "--cluster fix"),
+        (redis.ConnectionError("AskError: 6211 127.0.0.1:7001"), "--cluster check"),
+        (redis.ConnectionError("Error 104 while writing to socket. Connection reset by peer."), "without a password"),
+    ):
+        found = Failures("redis://hub", None).translation(error)
+        assert isinstance(found, UnreachableError) and remedy in found.remedy, error
+
+
 def test_tcp_timeouts_detect_a_silent_host_before_the_socket_timeout(server: RedisServer) -> None:
     client = client_at(server.url)
     client.ping()
