@@ -17,6 +17,7 @@ from rich.text import Text
 
 from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import chosen
+from archipelago.broker.control import IN_WORDS
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.logs import printable
@@ -129,11 +130,17 @@ class LocalRun:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
         (self.folder / run_report.SUMMARY).unlink(missing_ok=True)  # of an earlier session
+        for island in self.islands:
+            if request := view.control.islands.get(island.name):  # it would be refused, which would end all
+                island.done = True
+                admits = f"`archipelago steer island.{island.name}=` lets it in at the next start"
+                say(f"  {island.name} is not started: it was {IN_WORDS[request]}. {admits}")
         children = [self.merger, *self.islands]
         began = time.monotonic()
         try:
             for child in children:
-                child.start()
+                if not child.done:
+                    child.start()
             self.standbys.start()
             self._watch(children)
             self.standbys.end()

@@ -18,7 +18,7 @@ import pytest
 from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import BUCKET_VARIABLE
 from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig
-from archipelago.broker.control import STEPS
+from archipelago.broker.control import STEPS, Control
 from archipelago.broker.errors import ArchipelagoError, MismatchError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.options import WorkerOptions
@@ -152,6 +152,21 @@ def test_a_process_that_cannot_continue_ends_up(tmp_path: Path) -> None:
         assert failure.value.remedy.count("\n") == LAST_LINES
     LocalRun._require_workers(session(tmp_path))
     LocalRun._require_workers(session(tmp_path, "island-0"))  # It has left its name to another process.
+
+
+def test_up_starts_no_island_that_an_operator_has_asked_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, started = session_of(UpOptions(islands=2)), list[str]()
+    made.folder = tmp_path
+    view = SimpleNamespace(tokens_trained=0, unfinished=True, control=Control.of({"island.island-0": "expel"}))
+    monkeypatch.setattr(LocalRun, "_observe", lambda _: view)
+    monkeypatch.setattr(Child, "start", lambda self: started.append(self.name))
+    monkeypatch.setattr(LocalRun, "_watch", lambda *_: None)
+    monkeypatch.setattr(LocalRun, "_end", lambda _: None)
+    assert not made.train()
+    assert started == ["merger", "island-1"]
+    assert "island-0 is not started: it was expelled by the operator" in capsys.readouterr().err
 
 
 def test_up_goes_on_for_the_islands_of_others(tmp_path: Path) -> None:
