@@ -133,7 +133,7 @@ class LocalRun:
         for island in self.islands:
             if request := view.control.islands.get(island.name):  # it would be refused, which would end all
                 island.done = True
-                admits = f"`archipelago steer island.{island.name}=` lets it in at the next start"
+                admits = f"`archipelago steer {self.manifest.run} island.{island.name}=` lets it in at the next start"
                 say(f"  {island.name} is not started: it was {IN_WORDS[request]}. {admits}")
         children = [self.merger, *self.islands]
         began = time.monotonic()
