@@ -238,6 +238,7 @@ def combined_state(states: Mapping[int, str]) -> str:
             "accounts": {island: [tokens] for island, tokens in merged_tokens(*found.values()).items()},
             "tokens": sum(count_in(state.get("tokens")) for state in found.values()),
             "refused": summed(state.get("refused") for state in found.values()),
+            "step": min(count_in(state.get("step")) for state in found.values()),
             "covered": min(count_in(state.get("covered")) for state in found.values()),
         }
     )

@@ -135,7 +135,7 @@ def summarise(
     """
     away, layout, unit = unreachable or {}, manifest.shard_layout, loss_unit(manifest.corpus)
     fragments = layout.count_without(away)
-    last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
+    last = {layout.shard_of(entry.round): entry for entry in tape}  # of each shard
     figures = parsed_state(state)
     merged = merged_tokens(figures)
     took_part = Counter(name for entry in tape for name in {member.island for member in entry.members})
@@ -144,15 +144,19 @@ def summarise(
     settled = {island: tokens // fragments for island, tokens in merged.items()}
     islands = tuple(_island(each, shares, member_of, settled, unit) for each in presences)
     live = [island for island in islands if island.live]
-    step = max((entry.step for entry in last), default=0)
+    rounds = max((entry.round for entry in last.values()), default=0)
+    step, wanted = max((entry.step for entry in last.values()), default=0), run_steps(manifest.config, control or {})
+    shards = {shard: last.get(shard) for shard in range(layout.shards) if tape and shard not in away}
+    # The recent tape may lack a shard, and the merger's state may be older than the tape.
+    made = max(count_in(figures.get("step")), min((each.step if each else 0 for each in shards.values()), default=0))
     return RunView(
         manifest=manifest,
         run=manifest.run,
         parameters=manifest.parameters,
         fragments=layout.count,
-        rounds=max((entry.round for entry in last), default=0),
+        rounds=rounds,
         step=step,
-        steps=max(step, run_steps(manifest.config, control or {})),  # it may have made more than it was steered to
+        steps=max(step, wanted),  # it may have made more than it was steered to
         known=len(islands),
         live=len(live),
         participating=sum(island.participation > 0 for island in live),
@@ -170,6 +174,8 @@ def summarise(
         memory_limit_bytes=memory.limit if memory else 0,
         refuses_writes=memory.refuses_writes if memory else "",
         shards=layout.fragments if manifest.shards > 1 else (),
+        is_behind=made < min(step, wanted),
+        rounds_behind=sum(layout.rounds[k].between((each or tape[0]).round, rounds) for k, each in shards.items()),
         unreachable=away,
         islands=islands,
         control=Control.of(control or {}),

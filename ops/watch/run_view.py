@@ -55,6 +55,8 @@ class RunView:
         held_out_first: The loss on held-out text at the first evaluation.
         tokens_merged: This and the following are the run's accounts of tokens (`_token_accounts`).
         shards: The fragments of each shard, in a run with several.
+        is_behind: Whether a shard has steps to make, although another one has made as many as the run has.
+        rounds_behind: How many rounds with smaller numbers than the newest one are not closed yet.
         unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         refuses_writes: Why the Redis refuses writes, and what to do; empty if it takes them.
@@ -103,6 +105,8 @@ class RunView:
     unreadable: tuple[str, ...] = ()
     frozen_parameters: int = 0
     shards: tuple[tuple[int, ...], ...] = ()
+    is_behind: bool = False
+    rounds_behind: int = 0
     unreachable: Mapping[int, str] = field(default_factory=dict, hash=False)
     merger: MergerStatus = field(default_factory=MergerStatus)
     standbys: tuple[Standby, ...] = ()
@@ -121,13 +125,13 @@ class RunView:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the run has steps to make."""
-        return self.step < self.steps
+        """Whether the run, or one of its shards, has steps to make."""
+        return self.step < self.steps or self.is_behind
 
     @property
     def syncs(self) -> float:
-        """How often each fragment was synchronised. A round synchronises one of them."""
-        return self.rounds / max(1, self.fragments)
+        """How often each fragment was synchronised, on average. A round synchronises one of them."""
+        return (self.rounds - self.rounds_behind) / max(1, self.fragments)
 
     @property
     def few_syncs(self) -> str:

@@ -23,12 +23,12 @@ from tests.failing import failing
 
 
 def test_counts_of_the_mergers_are_added_up() -> None:
-    first = {"closed": 7, "accounts": {"a": [3]}, "refused": {"late": 1}, "covered": 3}
-    second = {"closed": 5, "accounts": {"a": [4], "b": [1]}, "refused": {}, "covered": 1}
+    first = {"closed": 7, "step": 70, "accounts": {"a": [3]}, "refused": {"late": 1}, "covered": 3}
+    second = {"closed": 5, "step": 50, "accounts": {"a": [4], "b": [1]}, "refused": {}, "covered": 1}
     found = json.loads(combined_state({0: json.dumps(first), 1: json.dumps(second)}))
     assert found["accounts"] == {"a": [7], "b": [1]}
     assert found["refused"] == {"late": 1}
-    assert found["covered"] == 1
+    assert (found["covered"], found["step"]) == (1, 50)
     assert combined_state({0: "", 1: ""}) == ""
     nonsense = json.dumps({"accounts": "x", "covered": -1, "refused": None})
     found = json.loads(combined_state({0: "[1]", 1: nonsense}))

@@ -16,7 +16,7 @@ from archipelago.broker.config import OWN_MODEL, ModelConfig
 from archipelago.broker.messages import COPIED, UNCOPIED, Counters, Evaluation, Note, RoundMember, TapeEntry
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.transport import Memory
-from archipelago.ops.watch.advice import problems
+from archipelago.ops.watch.advice import problems, state_of
 from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.history import RECENT_ROUNDS
 from archipelago.ops.watch.reading import RunReading, observe, summarise
@@ -86,6 +86,23 @@ def test_the_run_matches_a_calculation_by_hand() -> None:
         found = summarise(MANIFEST, TAPE, PRESENCES, COUNTERS, EVALUATIONS, state, MEMORY)
         assert (found.tokens_trained, found.tokens_lost) == (VIEW.tokens_trained, 145), why
     assert VIEW.counters == COUNTERS
+
+
+def test_a_run_is_finished_only_when_each_shard_is() -> None:
+    sharded, until_40 = replace(MANIFEST, shards=2), {"inner.steps": "40"}
+
+    def view(tape: Sequence[TapeEntry], step: int = 0, **changes: Any) -> RunView:
+        return summarise(sharded, tape, [], COUNTERS, state=json.dumps({"step": step}), control=until_40, **changes)
+
+    behind = view(TAPE[:2] + TAPE[3:])  # one shard closed the rounds 2 and 4, and the other one round 1
+    assert (behind.step, behind.unfinished, behind.syncs) == (40, True, (2 + 1) / 2)
+    assert state_of(behind, problems(behind)) == "no islands"
+    assert view(TAPE[3:]).unfinished, "the recent tape lacks the other shard"
+    assert not view(TAPE[3:], step=40).unfinished, "the other shard ended long before"
+    away = sharded.shard_layout.shard_of(3)
+    assert not view(TAPE, unreachable={away: "gone"}).unfinished, "its steps are unknown"
+    ended = view([*TAPE, entry(5, [member("a")])])
+    assert (ended.unfinished, ended.syncs) == (False, 5 / 2)
 
 
 def test_the_islands_match_a_calculation_by_hand() -> None:
