@@ -106,11 +106,13 @@ def load(
 
 
 def _warn_of_later(store: CheckpointStore, manifest: Manifest, closed: int) -> None:
-    """Warn if there is a checkpoint of later rounds than Redis has, whole and sound: Redis came back older."""
+    """Warn if the newest checkpoint, whole and sound, is of later rounds than Redis has: Redis came back older.
+
+    If only older ones are, the run has gone on from here before, or an operator went back on purpose.
+    """
     with suppress(ConfigError):  # the folder or that checkpoint cannot be read
-        later = store.after(closed)
-        number = max({*later} & {*store.complete()}, default=0)
-        if not number or store.load(number) is None:
+        later, number = store.after(closed), max(store.complete(), default=0)
+        if number not in later or store.load(number) is None:
             return
         log.warning(
             "this Redis came back older: it has run %r up to round %s, and checkpoint %s has it up to round %s. The "

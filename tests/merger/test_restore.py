@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -205,15 +204,18 @@ def test_a_redis_that_came_back_older_than_a_checkpoint_is_named(
     merger = run.merger(store=store)
     assert merger.state.closed == 3
     assert "restore.older" in logged_codes(caplog)
+    caplog.clear()
+    arrays = (store.path_of(5) / "published").rename(tmp_path / "elsewhere")
+    merger = run.merger(store=store)
+    assert "restore.older" not in logged_codes(caplog), "nothing can go on from it"
+    arrays.rename(store.path_of(5) / "published")
     for _ in range(4):
         take_checkpoint(merger)
     assert store.numbers() == [5, 7, 8, 9], "that of later rounds stays"
     again = MergerFolder(tmp_path, bucket=BucketFolder(f"file://{tmp_path}/bucket"))
     assert again._copier(run.manifest)._besides() == [5], "a bucket keeps it, also after a restart"
-    caplog.clear()
-    shutil.rmtree(store.path_of(5) / "published")
     assert run.merger(store=store).has_served
-    assert "restore.older" not in logged_codes(caplog), "nothing can go on from it"
+    assert "restore.older" not in logged_codes(caplog), "the newest checkpoint is of here, as after going back to one"
     monkeypatch.setattr(store, "numbers", unlisted)
     caplog.clear()
     assert run.merger(store=store).state.closed == 3, "Redis is whole, although the folder cannot be listed"
