@@ -162,7 +162,9 @@ class RedisConnection:
         """Log that `what` cannot be read, once for each such text."""
         if what not in self.unreadable and len(self.unreadable) < UNREADABLE_MAX:
             why = "Something else writes there, or another version of the program does"
-            if error.code == "signature.wrong":
+            if error.code == "signature.replayed":
+                why = "Redis has probably been restored from an older state; if not, somebody puts old messages there"
+            elif error.code == "signature.wrong":
                 why = "Its credentials have been replaced or revoked, or somebody without credentials writes there"
             log.warning("%s cannot be read: %s. %s", what, error.reason, why, extra={"code": "broker.unreadable"})
             self.unreadable[what] = error.reason

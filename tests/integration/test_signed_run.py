@@ -213,7 +213,9 @@ def test_a_forged_snapshot_is_not_adopted_and_is_replaced_once_an_island_cannot_
     assert [entry[0] for entry in bits(run)] == [entry[0] for entry in honest()]
 
 
-def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(run: SignedRun) -> None:
+def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(
+    run: SignedRun, caplog: pytest.LogCaptureFixture
+) -> None:
     island = run.keys.connect("island-0")
     island.reader.last_event()
     keys = run.redis_keys
@@ -233,6 +235,7 @@ def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(run: 
     with failing(SignatureError, "signature.replayed"):
         island.reader.fragment(0)
     assert island.reader.heads()[0] is None, "the older header is refused"
+    assert "is older than before (signature.replayed). Redis has probably been restored from an older" in caplog.text
     put(keys.head(0), new)
     assert island.reader.heads()[0] is None, "a full snapshot is no header"
     put(keys.head(0), new_head)
