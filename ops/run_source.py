@@ -13,7 +13,7 @@ import tyro
 
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_bucket
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.progress import progress
@@ -93,11 +93,17 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
         elif source is None or names_redis(source):
             file = Path(source or "")
             folder = file.parent if file.name == ADMIN_FILE and (file.parent / "redis").is_dir() else None
-            transport = _connected(stack, source, run)
-            if run and kept is not None and run not in transport.reader.runs() and _has_checkpoint(kept):
-                yield _in_folder(stack, kept.parent, run, starts_redis)  # its Redis has it no more
-            else:
-                yield FoundRun(transport, folder, ITS_REDIS, shown(source or ""))
+            try:
+                transport = _connected(stack, source, run)
+                if run and kept is not None and run not in transport.reader.runs() and _has_checkpoint(kept):
+                    yield _in_folder(stack, kept.parent, run, starts_redis)  # its Redis has it no more
+                else:
+                    yield FoundRun(transport, folder, ITS_REDIS, shown(source or ""))
+            except UnreachableError as error:
+                if folder is None:
+                    raise
+                remedy = f"{error.remedy} If the run's `up` has ended, name its folder {folder} in place of this file."
+                raise UnreachableError(error.what, remedy) from error
         else:
             yield _in_folder(stack, _folder_of(source), run, starts_redis)
 

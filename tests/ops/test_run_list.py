@@ -13,7 +13,7 @@ import pytest
 
 import archipelago
 from archipelago.broker import invitation as invitations
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.invitation import Invitation, Member
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.commands import run
@@ -150,6 +150,10 @@ def test_the_join_file_in_a_folder_leads_to_the_folder() -> None:
             with open_run(file, None) as found:
                 reading = Watcher(found.transport, address=found.address, folder=found.folder).read()
             assert (found.folder, reading.view.folder) == (folder, str(folder or ""))
+    for file, named in (("runs/mine/admin.join", True), ("admin.join", False)):
+        with failing(UnreachableError, "broker.unreachable") as caught, open_run(file, None) as found:
+            found.transport.reader.manifest()
+        assert ("runs/mine" in caught.value.remedy) == named, "`up` has ended"
 
 
 def test_a_name_without_a_folder_is_that_of_a_run_at_the_usual_redis(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
