@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
 
 
 def require_trainable(work: Workload) -> None:
-    """Draw one batch of a task, trace its loss and its optimiser, and evaluate its first parameters.
+    """Draw one batch of a task, trace its loss and its optimiser, and compute the loss of its first parameters.
 
     Raises ConfigError if a part of the task is wrong. The code names the part.
     """
@@ -142,5 +143,14 @@ def require_trainable(work: Workload) -> None:
     # The loss names itself where it fails. What remains is an optimiser whose new state is not like its old one.
     state, part = jax.eval_shape(work.begin, params), "optimizer" if work.model.has_own_optimizer else "loss"
     work.named.call(part, jax.eval_shape, work.steps, state, batch, np.int32(0), np.int32(1))
+
+    def objective(params: Params, one: Any) -> jax.Array:
+        parts = work.config.inner.micro_batches
+        return accumulated(lambda _, part: ({}, work.model.objective(params, part)[0]), parts)({}, one)[1]
+
+    with suppress(jax.errors.JaxRuntimeError):  # one device may lack the memory that an island's mesh has
+        if not math.isfinite(first := float(jax.jit(objective)(params, jax.tree.map(lambda x_n: x_n[0], batch)))):
+            remedy = "Training would end at once. Does it divide by zero, or take a logarithm or a root of zero?"
+            raise work.named.wrong("loss", f"is {first} for the first parameters and batch", remedy)
     if (evaluation := work.evaluation()) is not None:
         mean_of(evaluation(params))

@@ -121,6 +121,7 @@ MISTAKES = [
     ("task = Task(init, lambda params, batch: batch @ params['w'], batches)", "task.loss"),
     ("task = Task(init, lambda params, batch: jnp.int32(3), batches)", "task.loss"),
     ("task = Task(init, lambda params, batch: params['v'], batches)", "task.loss"),
+    ("task = Task(init, lambda params, batch: loss(params, batch) / 0.0, batches)", "task.loss"),
     ("task = Task(init, loss, lambda run: 3)", "task.batches"),
     ("task = Task(init, loss, lambda run: [])", "task.batches"),
     ("task = Task(init, loss, lambda run: ['text'])", "task.batches"),
