@@ -77,7 +77,7 @@ class TrainerIsland:
         self._run: Any = None  # the last one, from the first training on
         self._scaler: Any = None
         self._scale = 0.0
-        self._is_short = False
+        self._is_short = self._is_signalled = False
 
     @property
     def is_joined(self) -> bool:
@@ -93,6 +93,11 @@ class TrainerIsland:
     def steps(self) -> int:
         """The length of the run in steps."""
         return 0 if self._run is None else int(self._run.steps)
+
+    @property
+    def reason(self) -> str:
+        """Why the island stops or has left, as `run.reason` of a script; empty before."""
+        return "signalled" if self._is_signalled else "" if self._run is None else str(self._run.reason)
 
     def ends_with_run(self, limit: int) -> bool:
         """Return whether a trainer trains until the run ends, from its own limit in steps, if it is positive."""
@@ -134,7 +139,7 @@ class TrainerIsland:
         bare = [getattr(each, "optimizer", each) for each in optimizers]
         given = Joining(self._url, self._name, model, bare, island=self._island, before=before, **self._shared)
         run = membership(given, group)
-        self._run = run.__enter__()
+        self._run, self._is_signalled = run.__enter__(), False
         _JOINED.append(self)
         self._scaler, self._scale = scaler, scaler.get_scale() if scaler else 0.0
         atexit.register(self._at_exit)
@@ -184,6 +189,7 @@ class TrainerIsland:
         _JOINED.remove(self)
         atexit.unregister(self._at_exit)
         if error is not None:
+            self._is_signalled = isinstance(error, SystemExit)  # by which Lightning ends at SIGTERM
             run.__exit__(type(error), error, None)
             return
         is_signalled = run.reason == "signalled"

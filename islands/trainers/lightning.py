@@ -105,6 +105,11 @@ class ArchipelagoCallback(Callback):  # type: ignore[misc]  # lightning is optio
             trainer.should_stop = True
             self.island.end()
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop after an epoch without a batch, as of a stream that has ended. Such epochs would follow for ever."""
+        if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            trainer.should_stop = True
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the held-out loss of the trainer as one of the run."""
         if self._monitor in trainer.callback_metrics and not trainer.sanity_checking:

@@ -18,6 +18,8 @@ from archipelago.islands.trainers.island import TrainerIsland, follow_clock, ref
 ROOM = 10
 #: The least length of such a trainer, which may not know the run's, or makes many steps before a merger serves the run.
 LENGTH_MIN = 1_000_000
+#: The same where `max_steps` is given, as for data without a length: after each pass, `Trainer` counts up to it.
+STREAM_LENGTH_MIN = 10_000
 
 
 class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is optional
@@ -50,7 +52,8 @@ class ArchipelagoCallback(TrainerCallback):  # type: ignore[misc]  # transformer
         self._made_schedule = about["lr_scheduler"] is None
         self._ends_with_run = self.island.ends_with_run(args.max_steps)
         if self._ends_with_run:
-            args.max_steps = ROOM * max(args.max_steps, self.island.length or 0, LENGTH_MIN)
+            least = STREAM_LENGTH_MIN if args.max_steps > 0 else LENGTH_MIN
+            args.max_steps = max(args.max_steps, ROOM * max(self.island.length or 0, least))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
         _require_mergeable(args)  # of a trainer that got the callback after it was made

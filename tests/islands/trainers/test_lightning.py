@@ -20,8 +20,10 @@ from tests.islands.user_loop.any_framework import merged_by, served
 torch = pytorch.required()
 lightning = pytorch.required("lightning")
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
+
 from archipelago.lightning import ArchipelagoCallback  # noqa: E402 - it imports lightning
-from tests.islands.trainers.trainer_scripts import lightning_module, loader, overflowing  # noqa: E402
+from tests.islands.trainers.trainer_scripts import examples, lightning_module, loader, overflowing  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 
@@ -121,6 +123,23 @@ def test_schedules_of_pytorch_follow_the_run(url: str, schedule: Any) -> None:
     assert max(step for step, _ in watch.seen) < 12, "no merger serves the run, and its clock stands still"
 
 
+def test_a_stream_that_ends_ends_the_trainer_before_the_run(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Once(torch.utils.data.IterableDataset):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            self.left = iter(examples(64))
+
+        def __iter__(self) -> Any:
+            return self.left
+
+    callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC)
+    made, model = trainer(callback), lightning_module()
+    archipelago.pytorch.create(url, "own", model, steps=1000, sync=SYNC)
+    with served(url):
+        made.fit(model, torch.utils.data.DataLoader(Once(), batch_size=8))
+    assert (made.global_step, callback.island.reason) == (8, "left")
+    assert "trainer.short" in [getattr(each, "code", "") for each in caplog.records]
+
+
 def test_its_validation_becomes_the_held_out_loss_of_the_run(url: str) -> None:
     model = lightning_module()
     made = trainer(ArchipelagoCallback(url, "own", steps=1000, sync=SYNC), max_steps=64, val_check_interval=16)
@@ -156,10 +175,16 @@ def test_an_exception_leaves_the_run_at_once(url: str) -> None:
             raise self.error
 
     callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC)
-    for error, text in ((ZeroDivisionError("x"), "ZeroDivisionError: x"), (KeyboardInterrupt(), "it was stopped")):
+    errors = (
+        (ZeroDivisionError("x"), "ZeroDivisionError: x", "left"),
+        (KeyboardInterrupt(), "it was stopped", "left"),
+        (SIGTERMException(), "it was stopped", "signalled"),
+    )
+    for error, text, reason in errors:
         with pytest.raises((ZeroDivisionError, SystemExit)):
             trainer(callback, Broken(error)).fit(lightning_module(), loader())
         assert not callback.island.is_joined
+        assert callback.island.reason == reason
         assert text in connect(url, "own").reader.notes(1)[0].text
 
 

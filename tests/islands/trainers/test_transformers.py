@@ -81,6 +81,26 @@ def test_a_trainer_trains_until_the_run_ends_on_its_clock(url: str, capfd: pytes
         torch.testing.assert_close(tensor.detach(), torch.from_numpy(merged[name]), rtol=0, atol=0)
 
 
+def test_data_without_a_length_is_read_in_passes_until_the_run_ends(url: str) -> None:
+    class Passes(torch.utils.data.IterableDataset):  # type: ignore[name-defined, misc]
+        count = 0
+
+        def __iter__(self) -> Any:
+            Passes.count += 1
+            return iter(examples(64))
+
+    callback = ArchipelagoCallback(url, "own", steps=20, sync=SYNC)
+    made = trainer([callback], max_steps=20)
+    made.train_dataset = Passes()
+    ArchipelagoCallback(url, "own", steps=20).on_init_end(made.args, made.state, made.control, lr_scheduler=None)
+    assert made.args.max_steps <= 100_000, "the trainer counts up to it after each pass"
+    archipelago.pytorch.create(url, "own", Network(), steps=20, sync=SYNC)
+    with served(url):
+        made.train()
+    assert Passes.count >= 3
+    assert callback.island.reason == "completed"
+
+
 def test_its_bar_follows_a_run_whose_length_is_steered(url: str) -> None:
     callback = ArchipelagoCallback(url, "own", steps=1000, sync=SYNC)
     made = trainer([callback], disable_tqdm=False)
