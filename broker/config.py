@@ -179,7 +179,7 @@ class MergeConfig:
 
     Attributes:
         embedding: The merge rule of embedding tensors.
-        rest: The merge rule of all other tensors.
+        rest: The merge rule of all other tensors. `isotropic` is `rda` where a contribution holds a fifth of the run.
         embedding_exponent: The power of its singular values that `isotropic` leaves of an embedding: 0 or 0.5.
         rest_exponent: The same for all other matrices. 0 makes all singular values equal.
         isotropic_side_max: `isotropic` cuts matrices whose shorter side is longer than this into equal blocks of at
@@ -352,16 +352,12 @@ def checked(
 
 
 def from_json(text: str | bytes) -> RunConfig:
-    """Return the config that `to_json` wrote. Raises ConfigError for other text."""
+    """Return the config that `to_json` wrote. Raises ValueError for text that is not JSON, and else ConfigError."""
     remedy = (
         "Another version of archipelago created the run. Go on with that version, or export the model with it and "
         "begin a new run from that (`archipelago init --from FOLDER`)."
     )
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the run's stored config is not JSON ({error})", remedy, code="config.manifest") from None
-    return checked(values, "the run's stored config", remedy)
+    return checked(json.loads(text), "the run's stored config", remedy)
 
 
 def from_toml(path: Path) -> RunConfig:

@@ -289,8 +289,8 @@ class Manifest:
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"the run's manifest cannot be read ({fault_in(error)})",
-                "It is damaged or of another version of archipelago. Delete the run with `archipelago rm`, and go on "
-                "from its last checkpoint with `archipelago merger --resume`.",
+                "If another version of archipelago made the run, use that one. If this is damaged, delete the run "
+                "(`archipelago rm NAME URL`), and go on from its checkpoint: `archipelago merger --resume`.",
                 code="config.manifest",
             ) from None
         if manifest.shards > 1 and fields.get("format") != FORMAT:

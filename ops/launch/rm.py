@@ -49,7 +49,8 @@ def main(options: RmOptions) -> int:
     if not (options.url or os.environ.get(URL_VARIABLE)) and (folder / "redis").is_dir():
         raise ConfigError(
             "no Redis URL was given",
-            f"Give it as the second argument. A run of `up` that has ended is deleted with its folder: rm -r {folder}",
+            f"Give it as the second argument. A run of `up` that has ended lies in {folder}. Delete its Redis alone, "
+            f"and `up --resume` goes on from its checkpoints: rm -r {folder}/redis. Or delete all: rm -r {folder}",
             code="config.which-run",
         )
     with closing(connect_to(options.url, name)) as transport:

@@ -136,7 +136,13 @@ def _described(files: WeightFiles) -> tuple[Model, int]:
     from archipelago.islands.models.registry import build
 
     path, own = files.folder / CONFIG_FILE, files.config.get(OWN_KIND)
-    if not isinstance(own, dict) or own.get("size", OWN_MODEL) == OWN_MODEL:
+    if isinstance(own, dict) and own.get("size") == OWN_MODEL:
+        raise ConfigError(
+            f"only the task or the scripts that trained the model in {files.folder} know how to compute it",
+            "Load its tensors there (`archipelago.load`).",
+            code="model.own",
+        )
+    if not isinstance(own, dict) or "size" not in own:
         raise ConfigError(
             f"{path} describes a {files.config.get('model_type')!r:.40}, which is not one of our models",
             "Name a folder that `archipelago export` wrote.",

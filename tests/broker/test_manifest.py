@@ -137,6 +137,13 @@ def test_a_damaged_field_is_an_error() -> None:
             pytest.fail(f"{key}: {text[:99]} was read: {Manifest.from_fields({**MANIFEST.to_fields(), key: text})}")
 
 
+def test_text_that_is_not_json_is_damage() -> None:
+    for key in ("config", "tensors"):
+        with failing(ConfigError, "config.manifest") as caught:
+            Manifest.from_fields({**MANIFEST.to_fields(), key: "{x"})
+        assert "archipelago merger --resume" in caught.value.remedy, key
+
+
 def test_a_run_of_several_shards_with_rounds_of_their_own_is_refused() -> None:
     for shards in (1, 2):
         own = replace(samples.manifest(), shards=shards).of_shard(0)

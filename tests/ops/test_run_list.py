@@ -263,7 +263,7 @@ def test_rm_without_a_url_says_how_a_run_of_up_is_deleted() -> None:
     (folder / "redis").mkdir()
     with failing(ConfigError, "config.which-run") as error:
         run(["rm", "mine"])
-    assert error.value.remedy.endswith("runs/mine")
+    assert error.value.remedy.endswith("rm -r runs/mine/redis. Or delete all: rm -r runs/mine")
 
 
 def test_rm_refuses_while_a_merger_serves_a_shard_and_ends_an_interrupted_creation(url: str) -> None:

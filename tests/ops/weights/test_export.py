@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.config import ModelConfig
+from archipelago.broker.config import OWN_MODEL, ModelConfig
 from archipelago.broker.errors import (
     ArchipelagoError,
     ConfigError,
@@ -228,9 +228,11 @@ def test_a_config_that_is_not_ours_is_refused(tmp_path: Path, exported: Path) ->
         {"archipelago": {"size": "tiny"}},
         {"archipelago": {**config["archipelago"], "vocabulary": math.inf}},
         {"archipelago": {**config["archipelago"], "size": "small"}},
+        {"archipelago": {**config["archipelago"], "size": OWN_MODEL}},
     ]
     for changed in changes:
         (tmp_path / "out" / "config.json").write_text(json.dumps({**config, **changed}))
         with pytest.raises(ArchipelagoError) as caught:
             run(["generate", "out"])
-        assert caught.value.code in {"weights.damaged", "export.foreign", "weights.unfit"}, changed
+        codes = {"weights.damaged", "export.foreign", "weights.unfit"}
+        assert caught.value.code in ({"model.own"} if changed is changes[-1] else codes), changed
