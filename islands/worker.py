@@ -18,9 +18,7 @@ from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.participant import Participant
 from archipelago.islands.sync.recovery import OptimizerAccess
-
-#: Our worker leaves after so many losses in a row that are not finite.
-DIVERGED_MAX = 3
+from archipelago.islands.tasks.workload import DIVERGED_MAX
 
 
 class Island(Participant):

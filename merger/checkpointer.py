@@ -192,7 +192,7 @@ class Checkpointer:
     def take(self, state: RunState, now: float) -> None:
         """Cut the run, tell the islands, and start writing the checkpoint."""
         try:
-            newest = self.store.next_number()
+            number = self.store.next_number()
         except ArchipelagoError as error:
             self._failed(error, now)
             return
@@ -200,7 +200,7 @@ class Checkpointer:
         announced = self.leading.announced if self.leading else 0
         # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
         # checkpoint for another round.
-        self._begin(max(newest, copied + 1, announced + 1, state.closed), now)
+        self._begin(max(number, copied + 1, announced + 1, state.closed), now)
 
     def follow(self, asked: str, now: float) -> None:
         """Cut this shard for the checkpoint that the merger of shard 0 has announced since the last call, if any.

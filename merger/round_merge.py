@@ -42,7 +42,8 @@ from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import Group, Norms, RunningMean, groups
 
 Vector = jax.Array | NDArray[np.float32]
-#: `isotropic` merges a round as `rda` does if its contributions hold a larger share of the run's steps than this.
+#: `isotropic` merges a round as `rda` does if the lower median of the steps of its contributions, where those of one
+#: process add up, is at least this share of the run's steps.
 #: It evens out the spectrum of one interval of many. Where the intervals are few, or one, it loses (docs/log.md).
 LONG_SHARE = 0.2
 
@@ -191,7 +192,7 @@ class RoundMerge:
             norms=state.norms.get(of.fragment, ()),
             scores=state.scores,
             spectra=self.spectra,
-            is_long=median_low([c.steps for c in headers] or [0]) > LONG_SHARE * config.inner.steps,
+            is_long=median_low([c.steps for c in headers] or [0]) >= LONG_SHARE * config.inner.steps,
         )
         if len(whole) == len(addends):
             return merged

@@ -154,7 +154,8 @@ def _refusal(answer: str) -> tuple[str, str, str]:
 def refused_writes(info: Info) -> str:
     """Return why a server with this INFO refuses writes, and what to do; empty if it takes them.
 
-    After a failed write to its disk it may take them, by settings that INFO does not tell.
+    After a failed write to its disk it may take them, by settings that INFO does not tell; nor does INFO tell how many
+    replicas are needed, if there is one.
     """
     limit = int(info.get("maxmemory", 0))
     answers = {

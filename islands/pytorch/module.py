@@ -57,7 +57,7 @@ class ModuleParameters(Parameters):
         for name, tensor in named_parameters(self._model, all_names=True):
             self._shared.setdefault(id(tensor), []).append(place_of(names, name).name)
         found = self._all()
-        self._count = len(found)
+        self._found = frozenset(found)
         self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
         if not self.tensors:
             raise nothing_trained(trained, list(found), "Unfreeze what is trained: it requires gradients.")
@@ -146,8 +146,8 @@ class ModuleParameters(Parameters):
     def named(self) -> dict[str, Any]:
         """Return the tensors by name, with the axes of the run.
 
-        Raises ConfigError if a parameter is another object than it was in `join`, or has another shape, dtype or device
-        (`loop.other-tree`), or if a frozen one was changed (`loop.frozen-changed`).
+        Raises ConfigError if a parameter is another object than it was in `join`, or has another shape, dtype or
+        device, or if another one is trained (`loop.other-tree`), or a frozen one was changed (`loop.frozen-changed`).
         """
         put_back(self._model)
         present = self._all()
@@ -163,10 +163,10 @@ class ModuleParameters(Parameters):
         for name, tensor in self.frozen.items():
             if present.get(name) is not tensor:
                 raise frozen_changed(name)
-        if len(present) > self._count:
+        if added := [name for name, tensor in present.items() if name not in self._found and tensor.requires_grad]:
             raise ConfigError(
-                f"the model has {len(present) - self._count} parameters that it did not have at `join`",
-                "Make all layers before `join`, because no peer would get these.",
+                f"the parameter {added[0]!r} of the model was added since `join`",
+                "Make all layers before `join`, because no peer would get this one.",
                 code="loop.other-tree",
             )
         self._watched.look()

@@ -137,6 +137,10 @@ class SplitReplica(TorchReplica):
         self._whole, self._sizes, self._team, self._views = manifest.layout, manifest.sizes, team, parameters.views
         self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
 
+    def prepare(self, fragment: int, new_N: Vector) -> Any:
+        """Leave a snapshot that waits in the host's memory: devices hold one whole fragment at a time."""
+        return new_N
+
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts. The references move everywhere."""
         self._team.tell(Work.MEASURE, fragment)

@@ -1,6 +1,7 @@
 """The processes of one island in PyTorch, and what they do together when their leader says so.
 
-Messages and the optimisers' state go over the hosts' memory, and parameters over the processes' own group.
+Messages, and the optimisers' state that arrives, go over the hosts' memory. Parameters, and state that is given, go
+over the processes' own group.
 """
 
 from __future__ import annotations

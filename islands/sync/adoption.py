@@ -73,7 +73,7 @@ class AnyReplica(Protocol):
 
 
 class Parameters(Protocol):
-    """The parameters of a loop, by the names of the run's tensors. A loop changes what its framework needs."""
+    """The parameters of a loop, by the names of the run's tensors. A loop overrides what its framework needs."""
 
     def named(self) -> Mapping[str, Any]:
         """Return the present parameters by name. Raises ConfigError if they are not those of the run."""

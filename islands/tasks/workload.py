@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: The peak of the learning rate of a task without an optimiser, if the settings do not give one.
 LEARNING_RATE = 1e-3
+#: Our worker leaves after so many losses in a row that are not finite. Some optimisers skip a step that fails.
+DIVERGED_MAX = 3
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +136,13 @@ def task_config(config: RunConfig, file: TaskFile) -> RunConfig:
 
 
 def require_trainable(work: Workload) -> None:
-    """Draw one batch of a task, trace its loss and its optimiser, and compute the loss of its first parameters.
+    """Draw some batches of a task, trace its loss and its optimiser, and compute the loss of its first parameters.
 
     Raises ConfigError if a part of the task is wrong. The code names the part.
     """
     params = work.model.init()
-    batch = work.supply(TaskRun("check", 0)).sample(1)
+    batches = work.supply(TaskRun("check", 0)).sample(DIVERGED_MAX)
+    batch = jax.tree.map(lambda x_n: x_n[:1], batches)
     # The loss names itself where it fails. What remains is an optimiser whose new state is not like its old one.
     state, part = jax.eval_shape(work.begin, params), "optimizer" if work.model.has_own_optimizer else "loss"
     work.named.call(part, jax.eval_shape, work.steps, state, batch, np.int32(0), np.int32(1))
@@ -149,8 +152,9 @@ def require_trainable(work: Workload) -> None:
         return accumulated(lambda _, part: ({}, work.model.objective(params, part)[0]), parts)({}, one)[1]
 
     with suppress(jax.errors.JaxRuntimeError):  # one device may lack the memory that an island's mesh has
-        if not math.isfinite(first := float(jax.jit(objective)(params, jax.tree.map(lambda x_n: x_n[0], batch)))):
+        losses = jax.jit(lambda: jax.lax.map(lambda one: objective(params, one), batches))().tolist()
+        if not any(map(math.isfinite, losses)):
             remedy = "Training would end at once. Does it divide by zero, or take a logarithm or a root of zero?"
-            raise work.named.wrong("loss", f"is {first} for the first parameters and batch", remedy)
+            raise work.named.wrong("loss", f"is {losses[0]} for the first parameters and batches", remedy)
     if (evaluation := work.evaluation()) is not None:
         mean_of(evaluation(params))

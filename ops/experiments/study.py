@@ -162,7 +162,7 @@ def _toml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
         what = f"{path} cannot be read as TOML ({error})"
-        raise ConfigError(what, f"{_SHAPE} Files there: {there}.", code="study.shape") from None
+        raise ConfigError(what, f"{_SHAPE} Studies in {path.parent}: {there}.", code="study.shape") from None
 
 
 def varying(trials: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -164,8 +164,8 @@ class Administrator:
             raise denied
         self.membership.put(name, Member(role, public, user))
         self._keep_records()
-        is_admitted = known is None or not kept_key  # one of that name may have left earlier
-        if is_admitted and self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):
+        # One of that name may have left earlier. What was asked of an island that has a join file here stays.
+        if not kept_key and self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):
             self._reader.steer({island_field(name): ""})
         return Invitation(
             with_user(url or self._url, user, password), self.run, name, role, private,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -130,10 +131,11 @@ class LocalRun:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
         (self.folder / run_report.SUMMARY).unlink(missing_ok=True)  # of an earlier session
+        where = shlex.quote(str(self.folder)) if self.redis else f"URL --run {self.manifest.run}"
         for island in self.islands:
             if request := view.control.islands.get(island.name):  # it would be refused, which would end all
                 island.done = True
-                admits = f"`archipelago steer {self.manifest.run} island.{island.name}=` lets it in at the next start"
+                admits = f"`archipelago steer {where} island.{island.name}=` lets it in at the next start"
                 say(f"  {island.name} is not started: it was {IN_WORDS[request]}. {admits}")
         children = [self.merger, *self.islands]
         began = time.monotonic()

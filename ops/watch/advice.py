@@ -147,7 +147,8 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
     ]
     if view.refuses_writes and any(each.code in _STANDSTILL for each in found):
         what, _, remedy = view.refuses_writes.partition(". ")
-        found = [each for each in found if each.code not in (*_STANDSTILL, "island.silent")]
+        if "disk" not in what:  # after a failed snapshot it may take writes, and something else may be wrong
+            found = [each for each in found if each.code not in (*_STANDSTILL, "island.silent")]
         found.insert(0, Problem("redis.refuses-writes", "bad", "redis", f"Redis {what}.", remedy))
     address = view.address and f" {view.address}"
 
@@ -204,14 +205,15 @@ def _merger_problems(view: RunView) -> Iterator[Problem]:
     if {island.state for island in view.islands if island.live} == {"joining"}:  # compiling, for example
         longest *= LOADING_FACTOR
     stalls = status.still_seconds > longest
-    if view.lacks_merger or view.refused:
-        lacking = f"{numbered('shard', status.unserved)}, and the others go on" if status.holders else "the run"
+    unserved = [shard for shard in status.unserved if shard not in view.ended]  # mergers leave shards that have ended
+    if (view.lacks_merger and (unserved or not status.holders)) or view.refused:
+        lacking = f"{numbered('shard', unserved)}, and the others go on" if status.holders else "the run"
         start = f"Start one with `archipelago merger URL --run {view.run}`. It takes what has none, and goes on where "
         start += "the last one stopped. Until then islands train on, and their work waits for one."
         again = view.up and f"Continue the run with `{view.up}`."
         yield Problem(
             "merger.missing", "bad", "merger", f"No merger serves {lacking}.", view.refused or again or start,
-            status.still_seconds,
+            max((status.shards[shard].still_seconds for shard in unserved), default=status.still_seconds),
         )  # fmt: skip
     elif stalls and not view.control.is_paused:
         stalled = [shard for shard, each in enumerate(status.shards) if each.still_seconds > longest]

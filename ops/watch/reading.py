@@ -147,8 +147,7 @@ def summarise(
     rounds = max((entry.round for entry in last.values()), default=0)
     step, wanted = max((entry.step for entry in last.values()), default=0), run_steps(manifest.config, control or {})
     shards = {shard: last.get(shard) for shard in range(layout.shards) if tape and shard not in away}
-    # The recent tape may lack a shard, and the merger's state may be older than the tape.
-    made = max(count_in(figures.get("step")), min((each.step if each else 0 for each in shards.values()), default=0))
+    made = count_in(figures.get("step"))  # in each shard: the recent tape may lack one, and the state may be older
     return RunView(
         manifest=manifest,
         run=manifest.run,
@@ -174,7 +173,7 @@ def summarise(
         memory_limit_bytes=memory.limit if memory else 0,
         refuses_writes=memory.refuses_writes if memory else "",
         shards=layout.fragments if manifest.shards > 1 else (),
-        is_behind=made < min(step, wanted),
+        ended=tuple(k for k, each in shards.items() if max(made, each.step if each else 0) >= wanted),
         rounds_behind=sum(layout.rounds[k].between((each or tape[0]).round, rounds) for k, each in shards.items()),
         unreachable=away,
         islands=islands,

@@ -55,7 +55,7 @@ class RunView:
         held_out_first: The loss on held-out text at the first evaluation.
         tokens_merged: This and the following are the run's accounts of tokens (`_token_accounts`).
         shards: The fragments of each shard, in a run with several.
-        is_behind: Whether a shard has steps to make, although another one has made as many as the run has.
+        ended: The shards that have made all steps of the run.
         rounds_behind: How many rounds with smaller numbers than the newest one are not closed yet.
         unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
@@ -105,7 +105,7 @@ class RunView:
     unreadable: tuple[str, ...] = ()
     frozen_parameters: int = 0
     shards: tuple[tuple[int, ...], ...] = ()
-    is_behind: bool = False
+    ended: tuple[int, ...] = ()
     rounds_behind: int = 0
     unreachable: Mapping[int, str] = field(default_factory=dict, hash=False)
     merger: MergerStatus = field(default_factory=MergerStatus)
@@ -125,8 +125,12 @@ class RunView:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the run, or one of its shards, has steps to make."""
-        return self.step < self.steps or self.is_behind
+        """Whether the run has steps to make, or one of its shards has and contributions wait there.
+
+        Islands leave once the first shard has made all steps. So a shard that has lost their last ones stays behind.
+        """
+        known = max(1, len(self.shards)) - len(self.unreachable)
+        return self.step < self.steps or (self.pending > 0 and len(self.ended) < known)
 
     @property
     def syncs(self) -> float:

@@ -87,7 +87,7 @@ def test_what_a_process_sent_in_turn_adds_up_and_is_replayed() -> None:
 
 def test_no_spectrum_is_changed_where_contributions_hold_a_large_part_of_the_run() -> None:
     rda = replace(CONFIG.merge, embedding="rda", rest="rda")
-    for steps, is_alike in (((2000, 2000), False), ((2001, 8), False), ((2001, 2600), True)):
+    for steps, is_alike in (((1999, 1999), False), ((2000, 8), False), ((2000, 2600), True)):
         found = []
         for config in (ISOTROPIC, replace(ISOTROPIC, merge=rda)):
             run = MergerRun(replace(config, inner=replace(config.inner, steps=10_000)))

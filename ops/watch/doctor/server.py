@@ -68,7 +68,7 @@ def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | 
     """
     info = facts.info
     return [
-        *version(info),
+        *version(info, facts.settings),
         *persistence(facts),
         *memory(info),
         *evictions(facts),
@@ -99,16 +99,17 @@ def unknown(commands: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def version(info: Mapping[str, Any]) -> Iterator[Finding]:
+def version(info: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Finding]:
     """Name the server, and find a replica, or a lack of them. The connection has refused a version that is too old."""
     if redis := str(info.get("redis_version", "")):
         name = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {redis}"
         yield ok("version", f"The server is {name}. We need {'.'.join(map(str, OLDEST))} or newer.")
     if info.get("role") == "slave":
         yield problem("role.replica", "This server is a replica, which takes no writes.", "Name its primary instead.")
-    if info.get("min_slaves_good_slaves") == 0:  # INFO has it only if some are needed
-        what = "No replica follows this server, so it refuses writes."
-        yield problem("role.no-replicas", what, "Start one, or lower min-replicas-to-write.")
+    good, needed = info.get("min_slaves_good_slaves"), int(settings.get("min-replicas-to-write") or 1)
+    if good is not None and good < needed:  # INFO has it only if some are needed
+        what = f"{good} of the {needed} replicas that this server needs follow it, so it refuses writes."
+        yield problem("role.no-replicas", what, "Start more, or lower min-replicas-to-write.")
 
 
 def persistence(facts: ServerFacts) -> Iterator[Finding]:

@@ -104,7 +104,6 @@ def test_a_server_that_does_not_answer_is_unreachable(tmp_path: Path, monkeypatc
         connect(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems call these options otherwise, or lack them")
 def test_an_outage_has_the_remedy_of_its_cause() -> None:
     for error, remedy in (
         (redis.ConnectionError("max number of clients reached"), "maxclients"),
@@ -116,6 +115,7 @@ def test_an_outage_has_the_remedy_of_its_cause() -> None:
         assert isinstance(found, UnreachableError) and remedy in found.remedy, error
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems call these options otherwise, or lack them")
 def test_tcp_timeouts_detect_a_silent_host_before_the_socket_timeout(server: RedisServer) -> None:
     client = client_at(server.url)
     client.ping()

@@ -89,7 +89,7 @@ def _added(model: Any) -> None:
 def test_a_parameter_that_changed_since_the_join_is_named() -> None:
     run = TorchRun()
     changes = [(_replaced, "2.bias"), (_removed, "2.bias"), (_of_another_shape, "2.bias"), (_halved, "2.weight"),
-               (_added, "2 parameters that it did not have")]  # fmt: skip
+               (_added, "added since `join`")]  # fmt: skip
     for number, (change, named) in enumerate(changes):
         island = run.island(str(number))
         change(island.model)

@@ -146,6 +146,7 @@ def test_a_start_renews_our_passwords_and_keeps_the_keys_of_islands(server: Redi
     ours.revoke("island-0")
     invite_ours(ours, server.url, ["island-0"])
     assert invitations.read(file).private_key != renewed.private_key, "who was revoked may know the old one"
+    assert transport.reader.control() == {island_field("island-0"): EXPEL}, "a revoked island is not let in again"
     transport.close()
 
 

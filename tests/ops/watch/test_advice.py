@@ -184,6 +184,8 @@ def shards(*each: MergerStatus) -> RunView:
 def test_a_shard_without_a_merger_or_at_a_standstill_is_named() -> None:
     found = problems(shards(MergerStatus("m", 1, 5.0), MergerStatus("", 1, 0.0, 7.0)))
     assert [(each.code, each.seconds) for each in found] == [("merger.missing", 7.0)]
+    ended = replace(shards(MergerStatus("m", 1, 5.0), MergerStatus("", 1, 0.0, 7.0)), ended=(1,))
+    assert problems(ended) == (), "a merger leaves a shard that has ended"
     assert found[0].text == "No merger serves shard 1, and the others go on."
     assert look(shards(MergerStatus("", 1), MergerStatus("", 1))) == ["merger.missing"]
     assert look(shards(MergerStatus("m", 1), MergerStatus("n", 1))) == []

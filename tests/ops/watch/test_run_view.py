@@ -97,6 +97,7 @@ def test_a_run_is_finished_only_when_each_shard_is() -> None:
     behind = view(TAPE[:2] + TAPE[3:])  # one shard closed the rounds 2 and 4, and the other one round 1
     assert (behind.step, behind.unfinished, behind.syncs) == (40, True, (2 + 1) / 2)
     assert state_of(behind, problems(behind)) == "no islands"
+    assert not replace(behind, pending=0).unfinished, "its last contributions were lost, and no island makes more"
     assert view(TAPE[3:]).unfinished, "the recent tape lacks the other shard"
     assert not view(TAPE[3:], step=40).unfinished, "the other shard ended long before"
     away = sharded.shard_layout.shard_of(3)
