@@ -256,7 +256,7 @@ class MergerFolder:
         restore(transport, images)
         for part, own in zip(self._parts, images, strict=True):
             part.recorder.go_back(own.round)
-        log.warning("the run continues from %s", describe(images))
+        log.info("the run continues from %s", describe(images))
         if isinstance(transport, RedisTransport) and transport.invitation and not transport.membership.all().by_name:
             log.warning(
                 "this Redis has lost the members of the run, so what they send is refused until an administrator runs "
