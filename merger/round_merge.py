@@ -42,9 +42,9 @@ from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import Group, Norms, RunningMean, groups
 
 Vector = jax.Array | NDArray[np.float32]
-#: `isotropic` merges a round as `rda` does if the lower median of the steps of its contributions, where those of one
-#: process add up, is at least this share of the run's steps.
-#: It evens out the spectrum of one interval of many. Where the intervals are few, or one, it loses (docs/log.md).
+#: `isotropic` merges a round as `rda` does if the lower median of the steps of its contributions is at least this share
+#: of the run's steps. Contributions of one process count as one. Evening out a spectrum helps where the run has many
+#: intervals, and harms where it has few (docs/log.md, 2026-11-30).
 LONG_SHARE = 0.2
 
 
@@ -192,7 +192,7 @@ class RoundMerge:
             norms=state.norms.get(of.fragment, ()),
             scores=state.scores,
             spectra=self.spectra,
-            is_long=median_low([c.steps for c in headers] or [0]) >= LONG_SHARE * config.inner.steps,
+            changes_spectra=median_low([c.steps for c in headers] or [0]) < LONG_SHARE * config.inner.steps,
         )
         if len(whole) == len(addends):
             return merged
@@ -286,7 +286,7 @@ def merge_round(
     norms: Norms = (),
     scores: Mapping[str, Score] | None = None,
     spectra: Spectra | None = None,
-    is_long: bool = False,
+    changes_spectra: bool = True,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
@@ -296,7 +296,7 @@ def merge_round(
         staleness: The running mean of staleness factors before the round.
         now: The progress of the run; participation is filled in here.
         path: Returns the length of the path that a norm is compared by, from the number of steps that weigh.
-        is_long: Whether the contributions hold so large a part of the run that no spectrum is changed (LONG_SHARE).
+        changes_spectra: Whether `isotropic` differs from `rda` in this round.
     """
     known, sent = dict(scores or {}), _sent(addends, version, path, seen)
     spans = tuple((group.start, group.length) for group in groups)
@@ -321,7 +321,7 @@ def merge_round(
             acc = merge_rules.accumulate(acc, addend.body, groups, addend.norms, weight=weight, clip=clip)
             norms = weights.with_norm(norms, one.norm * clip)
     merged_N = merge_rules.finish(
-        acc, groups, total_weight=sum(relative), gain=weighed.gain, spectra=spectra, changes_spectra=not is_long
+        acc, groups, total_weight=sum(relative), gain=weighed.gain, spectra=spectra, changes_spectra=changes_spectra
     )
     now = _participation(now, sent, judged.factors, live)
     params_N, outer_state = outer_step(outer, fragment, merged_N, now)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: The peak of the learning rate of a task without an optimiser, if the settings do not give one.
 LEARNING_RATE = 1e-3
-#: Our worker leaves after so many losses in a row that are not finite. Some optimisers skip a step that fails.
+#: Our worker leaves after so many losses in a row that are not finite, and not after one, which some optimisers skip.
 DIVERGED_MAX = 3
 
 log = logging.getLogger(__name__)
@@ -151,8 +151,10 @@ def require_trainable(work: Workload) -> None:
         parts = work.config.inner.micro_batches
         return accumulated(lambda _, part: ({}, work.model.objective(params, part)[0]), parts)({}, one)[1]
 
+    # All arrays are arguments: in the program they would be constants, which take memory and time to compile.
+    all_losses = jax.jit(lambda params, batches: jax.lax.map(lambda one: objective(params, one), batches))
     with suppress(jax.errors.JaxRuntimeError):  # one device may lack the memory that an island's mesh has
-        losses = jax.jit(lambda: jax.lax.map(lambda one: objective(params, one), batches))().tolist()
+        losses = all_losses(params, batches).tolist()
         if not any(map(math.isfinite, losses)):
             remedy = "Training would end at once. Does it divide by zero, or take a logarithm or a root of zero?"
             raise work.named.wrong("loss", f"is {losses[0]} for the first parameters and batches", remedy)

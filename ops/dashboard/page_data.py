@@ -136,7 +136,7 @@ def _five_digits(value: float) -> float:
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
 
-#: A run that nobody has looked at for this long is read no more, once somebody looks at another one.
+#: When somebody opens another run, the page stops reading the runs that nobody has looked at for this long.
 IDLE_SECONDS = 120.0
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
