@@ -103,14 +103,19 @@ class OptimizerState:
         """Find out which state the optimisers keep. Call this before the run's parameters are placed.
 
         Gradients, options and attributes of the optimisers are afterwards as they were, but for what attributes hold.
+
+        Raises:
+            ConfigError: An optimiser writes over what a merge has changed (`loop.argument`).
         """
         self.was_there = any(optimizer.state for optimizer in self._optimizers)
         fresh = [(optimizer, dict(vars(optimizer))) for optimizer in self._optimizers if not optimizer.state]
+        undoing = None
         try:
             for optimizer, _ in fresh:
                 _step_without_gradients(optimizer)
             self.entries = tuple(self._found())
             self.can_travel = bool(self.entries) and bool(self.digest.size)
+            undoing = next((optimizer for optimizer, _ in fresh if _undoes_changes(optimizer)), None)
         except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
             log.warning("this optimiser's state is not shared with peers: %s: %s", type(error).__name__, error)
         finally:
@@ -118,6 +123,13 @@ class OptimizerState:
                 vars(optimizer).clear()
                 vars(optimizer).update(attributes)
                 optimizer.state.clear()
+        if undoing is not None:
+            raise ConfigError(
+                f"{type(undoing).__name__} keeps copies of the parameters (master weights) and writes them over the "
+                "parameters at each step, which undoes merges",
+                "Turn its master weights off: keep the parameters in float32, and compute with `torch.autocast`.",
+                code="loop.argument",
+            )
 
     def _values(self) -> Iterator[tuple[Any, Any, Any, str, str, Any]]:
         """Yield each value that belongs to a parameter: its optimiser, group, parameter and name, and the value's key.
@@ -215,6 +227,21 @@ def _step_without_gradients(optimizer: Any) -> None:
                 del group[key]
             for key, value in copies.items():
                 group[key] = before[key].copy_(value) if torch.is_tensor(value) else value
+
+
+def _undoes_changes(optimizer: Any) -> bool:
+    """Return whether a step takes the largest parameter back to its value at the step before."""
+    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    if not every:
+        return False
+    own = own_piece(max(every, key=torch.numel).detach())
+    before = own.clone()
+    changed = own.add_(1.0).clone()
+    try:
+        _step_without_gradients(optimizer)
+        return torch.equal(own, before) and not torch.equal(own, changed)
+    finally:
+        own.copy_(before)
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import uuid
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import archipelago
 from archipelago import SyncConfig
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.wire import digest
 from archipelago.islands.sync import recovery
 from tests import pytorch
@@ -187,6 +188,37 @@ def test_a_rehearsal_is_not_the_first_step_of_an_optimiser() -> None:
     assert optimizer.param_groups is groups
     optimizer.step()
     assert [each["steps"] for each in optimizer.state.values()] == [1] * 6
+
+
+class Mastered(torch.optim.SGD):  # type: ignore[name-defined, misc]
+    """An optimiser that trains copies of the parameters in float32, and writes them over the parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                master = self.state[parameter].setdefault("master", parameter.detach().float().clone())
+                parameter.data.copy_(master.sub_(group["lr"] * parameter.grad.float()))
+
+
+class Lagging(torch.optim.SGD):  # type: ignore[name-defined, misc]
+    """An optimiser that draws the parameters to copies of them, as those without a schedule do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.lerp_(self.state[parameter].setdefault("z", parameter.detach().clone()), 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_optimiser_that_undoes_merges_is_refused(dtype: str) -> None:
+    model = module(dtype)
+    for kind, is_refused in ((Mastered, True), (Lagging, False)):
+        optimizer = kind(model.parameters(), lr=0.1)
+        state = OptimizerState([optimizer], dict(model.named_parameters()))
+        with pytest.raises(ConfigError, match="master weights") if is_refused else nullcontext():
+            state.rehearse()
+        assert not optimizer.state
+        for one, other in zip(model.parameters(), module(dtype).parameters(), strict=True):
+            np.testing.assert_array_equal(as_float32(one), as_float32(other))
 
 
 def test_a_rehearsal_that_fails_keeps_gradients_and_gives_no_state() -> None:
