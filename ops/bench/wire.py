@@ -134,12 +134,12 @@ def _take(pipe: Connection, url: str) -> None:
 
 def _forward(pipe: Connection, size: int) -> None:
     """Say two ports, and receive each payload at the first whole before it is sent on from the second."""
-    buffer = memoryview(bytearray(size))
+    buffer = bytearray(size)
     with socket.create_server((LOOPBACK, 0)) as a, socket.create_server((LOOPBACK, 0)) as b:
         for listening in (a, b):
             pipe.send(listening.getsockname()[1])
         source, target = a.accept()[0], b.accept()[0]
-        while _fill(source, buffer):
+        while source.recv_into(buffer, flags=socket.MSG_WAITALL):
             target.sendall(buffer)
 
 
@@ -154,20 +154,9 @@ def _send_bare(pipe: Connection, size: int) -> None:
 
 
 def _receive_bare(pipe: Connection, size: int) -> None:
-    buffer = memoryview(bytearray(size))
+    buffer = bytearray(size)
     with socket.create_connection((LOOPBACK, pipe.recv())) as source:
         while True:
             for _ in range(pipe.recv()):
-                _fill(source, buffer)
+                source.recv_into(buffer, flags=socket.MSG_WAITALL)
             pipe.send(time.monotonic())
-
-
-def _fill(source: socket.socket, buffer: memoryview) -> bool:
-    """Fill the buffer. Return False if the other end has closed."""
-    start = 0
-    while start < len(buffer):
-        read = source.recv_into(buffer[start:])
-        if not read:
-            return False
-        start += read
-    return True
