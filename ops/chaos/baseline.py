@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +53,6 @@ CONNECT_SECONDS = 0.1
 DOWN_SECONDS, DOWN_STEPS = 1.0, 2.0
 
 
-@dataclass
-class GroupProgress:
-    """The progress of a process group.
-
-    Attributes:
-        step: How many steps are in the parameters.
-        saved: How many steps are in the last checkpoint; 0 before the first.
-        made: The time of each step, including those that were rolled back.
-        lost: The time of each loss of a connection, after which the group begins again.
-    """
-
-    step: int = 0
-    saved: int = 0
-    made: list[float] = field(default_factory=list)
-    lost: list[float] = field(default_factory=list)
-
-
 class Hub(LoopServer):
     """The exchange of a process group.
 
@@ -80,11 +62,18 @@ class Hub(LoopServer):
 
     Attributes:
         port: The port of loopback on which it listens.
+        step: How many steps are in the parameters.
+        saved: How many steps are in the last checkpoint; 0 before the first.
+        made: The time of each step, including those that were rolled back.
+        lost: The time of each loss of a connection, after which the group begins again.
     """
 
-    def __init__(self, names: Sequence[str], progress: GroupProgress) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__("hub")
-        self._names, self._progress = tuple(names), progress
+        self._names = tuple(names)
+        self.step = self.saved = 0
+        self.made: list[float] = []
+        self.lost: list[float] = []
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._arrived: dict[str, tuple[int, Vector]] = {}
         self.port = 0
@@ -114,7 +103,7 @@ class Hub(LoopServer):
         self._writers[name] = writer
         if self._is_whole:
             self._arrived.clear()
-            self._send(b"%d\n" % self._progress.saved)
+            self._send(b"%d\n" % self.saved)
         with suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 saved, count = map(int, (await reader.readuntil()).split())
@@ -136,8 +125,8 @@ class Hub(LoopServer):
         saved, gradients = zip(*(self._arrived[name] for name in self._names), strict=True)
         self._arrived.clear()
         mean_N = np.mean(gradients, axis=0, dtype=np.float32)
-        self._progress.step, self._progress.saved = self._progress.step + 1, saved[0]
-        self._progress.made.append(time.monotonic())
+        self.step, self.saved = self.step + 1, saved[0]
+        self.made.append(time.monotonic())
         self._send(mean_N.tobytes())
 
     def _send(self, message: bytes) -> None:
@@ -149,8 +138,8 @@ class Hub(LoopServer):
         """End the connection of a worker, and those of all if the group was whole: it returns to its checkpoint."""
         lost = self._names if self._is_whole else (name,)
         if self._is_whole:
-            self._progress.step = self._progress.saved
-            self._progress.lost.append(time.monotonic())
+            self.step = self.saved
+            self.lost.append(time.monotonic())
         for each in lost:
             self._writers.pop(each).transport.abort()
 
@@ -190,32 +179,39 @@ def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> Figures:
 
     Raises ArchipelagoError if the workers do not begin to train, or if a signal interrupts them.
     """
-    faults, progress = worker_faults(plan.faults, plan.islands), GroupProgress()
+    faults = worker_faults(plan.faults, plan.islands)
     with ExitStack() as stack:
-        hub = stack.enter_context(Hub(plan.islands, progress))
+        hub = stack.enter_context(Hub(plan.islands))
         group = start_group(plan, faults, hub, stack)
-        await_ready(group, dict.fromkeys(plan.islands, lambda: progress.made))
-        first = progress.step
+        await_ready(group, dict.fromkeys(plan.islands, lambda: hub.made))
+        first = hub.step
         begin, end = group.carry_out(faults, lambda begin: time.monotonic() >= begin + plan.seconds, stopped)
-        useful = progress.step - first
-    return summarise(progress, useful, begin, end, len(plan.islands), plan.step_seconds)
+        useful = hub.step - first
+    return summarise(hub.made, hub.lost, useful, begin, end, len(plan.islands), plan.step_seconds)
 
 
 def summarise(
-    progress: GroupProgress, useful: int, begin: float, end: float, workers: int, step_seconds: float
+    times: Sequence[float],
+    lost: Sequence[float],
+    useful: int,
+    begin: float,
+    end: float,
+    workers: int,
+    step_seconds: float,
 ) -> Figures:
     """Return the figures of a process group.
 
     Args:
+        times, lost: The time of each step, and of each loss of a connection.
         useful: By how many steps the parameters are further at the end of the window than at its begin.
         begin, end: The window.
         workers, step_seconds: The number of workers, and the minimum duration of a step.
     """
-    made = sum(begin <= at < end for at in progress.made)
-    between = pauses(progress.made, begin, end)
+    made = sum(begin <= at < end for at in times)
+    between = pauses(times, begin, end)
     seconds = [after - before for before, after in between]
     limit = max(DOWN_SECONDS, DOWN_STEPS * statistics.median(seconds)) if made else 0.0
-    up = [b - a for a, b in between if b - a <= limit and not any(a <= at < b for at in progress.lost)]
+    up = [b - a for a, b in between if b - a <= limit and not any(a <= at < b for at in lost)]
     return {
         "goodput": useful * step_seconds / (end - begin),
         "uptime": sum(up) / (end - begin),

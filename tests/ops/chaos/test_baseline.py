@@ -15,7 +15,6 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.ops.chaos.baseline import (
     DataParallelWorker,
-    GroupProgress,
     Hub,
     run_baseline,
     summarise,
@@ -51,11 +50,11 @@ def config() -> RunConfig:
 def test_steps_that_were_rolled_back_are_lost() -> None:
     """Two workers make a step a second, lose three steps at 10 s, and go on at 14 s."""
     made = [*map(float, range(-2, 11)), *map(float, range(14, 20))]
-    found = summarise(GroupProgress(made=made), 17 - 3, 0.0, 20.0, 2, 1.0)
+    found = summarise(made, [], 17 - 3, 0.0, 20.0, 2, 1.0)
     assert [*found.values()] == pytest.approx([14 / 20, 16 / 20, 28, 6, 4.0])
-    lost = summarise(GroupProgress(made=made, lost=[1.5]), 17 - 3, 0.0, 20.0, 1, 1.0)
+    lost = summarise(made, [1.5], 17 - 3, 0.0, 20.0, 1, 1.0)
     assert lost["uptime"] == pytest.approx(15 / 20), "a time in which a connection was lost is downtime, however short"
-    none = summarise(GroupProgress(), 0, 0.0, 20.0, 1, 1.0)
+    none = summarise([], [], 0, 0.0, 20.0, 1, 1.0)
     assert [*none.values()] == [0.0, 0.0, 0, 0, 20.0]
 
 
@@ -109,8 +108,7 @@ def connected(port: int, *names: str) -> Iterator[list[Client]]:
 
 
 def test_a_hub_averages_gradients_and_forms_the_group_again_after_a_loss() -> None:
-    progress = GroupProgress()
-    with Hub(("a", "b"), progress) as hub:
+    with Hub(("a", "b")) as hub:
         with connected(hub.port, "stranger", "a", "a", "b") as (stranger, old, a, b):
             assert stranger.mean() == old.mean() == [], "a new connection replaces the old one of its name"
             assert (a.first_step(), b.first_step()) == (0, 0)
@@ -123,7 +121,7 @@ def test_a_hub_averages_gradients_and_forms_the_group_again_after_a_loss() -> No
             b.socket.sendall(b"half of a")  # It is killed in the middle of a message.
             b.end()
             assert a.mean() == []
-        assert (progress.step, len(progress.made)) == (2, 3)
+        assert (hub.step, len(hub.made)) == (2, 3)
         with connected(hub.port, "b") as (b,):
             pass  # It is killed while it waits for the others.
         with connected(hub.port, "b", "a") as (b, a):
