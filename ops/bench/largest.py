@@ -111,7 +111,7 @@ def require_room(needed: int, available: int) -> None:
         )
 
 
-class Fleet:
+class Fleet(PlayedIslands):
     """The islands of a new run, whose fragments all begin with the same numbers.
 
     Attributes:
@@ -119,39 +119,34 @@ class Fleet:
     """
 
     def __init__(self, transport: Transport, manifest: Manifest, first_N: Vector, islands: int) -> None:
-        self._transport, self._manifest, self._first_N = transport, manifest, first_N
         wire, size = manifest.config.wire, first_N.size
-        self.played = PlayedIslands(transport, {
+        payloads = {
             f"island-{number}": pack(_normal(number + 1, size, 1e-3), wire.up, wire.zstd_level)
             for number in range(islands)
-        })  # fmt: skip
+        }
+        super().__init__(transport, payloads)
+        self._manifest, self._first_N = manifest, first_N
         self.bytes_up = self.bytes_down = 0
 
     def passes(self, p: int) -> None:
-        """Let all islands publish fragment `p`, and adopt it when it is merged."""
+        """Let all islands send fragment `p`, and adopt it when it is merged."""
         require_memory()
-        self.publish(p, *self.played.payloads)
-        self.hear()
-        self.adopt(p)
+        self.send(p, *self.payloads)
+        self.adopt(p, self.hear(Snapshot))
 
-    def publish(self, p: int, *names: str) -> None:
+    def send(self, p: int, *names: str) -> None:
         """Let these islands publish their contributions to fragment `p`."""
         config = self._manifest.config
         steps, step = config.sync.interval, 1 + p * config.sync.interval // config.sync.fragments
         tokens = steps * config.tokens_per_step
-        self.played.publish(names, sequence=p, round=p + 1, fragment=p, tokens=tokens, steps=steps, global_step=step)
-        self.bytes_up += sum(len(self.played.payloads[name]) for name in names)
+        self.publish(names, sequence=p, round=p + 1, fragment=p, tokens=tokens, steps=steps, global_step=step)
+        self.bytes_up += sum(len(self.payloads[name]) for name in names)
 
-    def hear(self) -> None:
-        """Wait until the islands hear of a new version."""
-        self._heard = self.played.hear(Snapshot)
-
-    def adopt(self, p: int) -> None:
+    def adopt(self, p: int, heard: Snapshot) -> None:
         """Let all islands fetch the first version of fragment `p`. Raise WireError unless the merger has announced it
-        and holds the same values.
+        (`heard`) and holds the same values.
         """
-        heard = self._heard
-        for _ in self.played.payloads:
+        for _ in self.payloads:
             found = after_difference(self._transport.reader, self._manifest, p, 1, self._first_N)
             is_announced = (heard.fragment, heard.version) == (p, 1)
             if found is None or not is_announced or digest_of(found[0]) != heard.held:
@@ -162,7 +157,7 @@ class Fleet:
         """Raise WireError unless each contribution was merged once, and each fragment has one new version."""
         reader, fragments = self._transport.reader, len(self._manifest.fragments)
         counters, versions = reader.counters(), [head.version if head else None for head in reader.heads()]
-        sent = fragments * len(self.played.payloads)
+        sent = fragments * len(self.payloads)
         if (counters.published, counters.merged, counters.refused) != (sent, sent, 0) or versions != [1] * fragments:
             what = f"{sent} contributions were sent, but Redis says: {counters}, versions {versions}"
             raise WireError(what, code="bench.wrong-result")
@@ -197,23 +192,23 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     payload = pack(first_N, manifest.config.wire.full, manifest.config.wire.full_zstd_level)
     with own_run(manifest, [payload] * fragments, append_only=False) as (server, transport):
         fleet, half = Fleet(transport, manifest, first_N, islands), fragments // 2
-        first, *others = fleet.played.payloads
+        first, *others = fleet.payloads
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
         began = time.monotonic()
         with child(serve_merger, server.url, RUN) as merger:
-            fleet.played.hear(Resume)
+            fleet.hear(Resume)
             loaded = time.monotonic() - began
             for p in range(half):
                 fleet.passes(p)
-            fleet.publish(half, first)
+            fleet.send(half, first)
             first_peak = peak_bytes(merger.pid)
         killed_at = time.monotonic()
         say("the merger was killed, and another one starts")
         with child(serve_merger, server.url, RUN) as merger:
-            fleet.publish(half, *others)
-            fleet.hear()
+            fleet.send(half, *others)
+            heard = fleet.hear(Snapshot)
             restarted = time.monotonic() - killed_at
-            fleet.adopt(half)
+            fleet.adopt(half, heard)
             for p in range(half + 1, fragments):
                 fleet.passes(p)
             peaks = [max(first_peak, peak_bytes(merger.pid)), peak_bytes(server.pid), peak_bytes(os.getpid())]
@@ -240,7 +235,7 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
 
 def _byte_rows(fleet: Fleet, peaks: Sequence[int], need: Cycle, together: int) -> list[dict[str, Any]]:
     """Return the rows of bytes. `peaks` are the most memory of a merger, of Redis and of the islands' process."""
-    islands, (merger, server, _) = len(fleet.played.payloads), peaks
+    islands, (merger, server, _) = len(fleet.payloads), peaks
     return [
         ratio_row(f"{what}, GB", 1e-9 * measured, "the prediction", 1e-9 * expected)
         for what, measured, expected in (
