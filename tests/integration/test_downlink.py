@@ -23,7 +23,8 @@ from archipelago.ops.experiments.virtual_time import ChangedTransport, VirtualRu
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.harness.merger_run import compact_now
-from tests.integration.virtual import ENDLESS, LateRun, closed, work
+from tests.integration.virtual import ENDLESS, LateRun, work
+from tests.sharded import closed
 
 pytestmark = pytest.mark.usefixtures("optimised")
 

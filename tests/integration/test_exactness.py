@@ -19,7 +19,8 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.batches import Batches, range_order
 from archipelago.islands.models.interface import Params
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from tests.integration.virtual import CONFIG, PLAIN, TEXT, LateRun, bits, closed, work
+from tests.integration.virtual import CONFIG, PLAIN, TEXT, LateRun, bits, work
+from tests.sharded import closed
 
 pytestmark = pytest.mark.usefixtures("optimised")
 

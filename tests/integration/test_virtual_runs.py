@@ -21,7 +21,8 @@ from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.merger.outer import OUTER
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests import pytorch
-from tests.integration.virtual import CONFIG, closed, require_balanced, work
+from tests.integration.virtual import CONFIG, require_balanced, work
+from tests.sharded import closed
 
 
 def members(entry: TapeEntry) -> set[str]:

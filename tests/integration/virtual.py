@@ -125,11 +125,6 @@ class LateRun(VirtualRun):
         return ChangedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
 
 
-def closed(run: VirtualRun) -> list[int]:
-    """Return how many rounds each shard has closed."""
-    return [merger.manifest.own_rounds.until(merger.rounds.closed) for merger in run.mergers]
-
-
 def require_balanced(run: VirtualRun, pending: int | None = None) -> None:
     """Fail unless the tape has each merged contribution once, and `pending` wait. Without any, none may be missing."""
     counters, numbers = run.transport.reader.counters(), defaultdict[tuple[int, str, str], list[int]](list)
