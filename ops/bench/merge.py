@@ -21,6 +21,7 @@ from archipelago.broker.machine import keep_freed_memory
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import pack, unpack, unpack_encoded
+from archipelago.ops.bench.accelerator_codecs import frameworks
 from archipelago.ops.bench.harness import child, cpu_seconds, manifest_of, own_run, serve_merger
 from archipelago.ops.bench.output import OutputOptions, compared, finish, ratio_row, seconds_of, taking_turns
 from archipelago.ops.bench.played import PATIENCE_SECONDS, PlayedIslands, contribution_of
@@ -72,26 +73,21 @@ def codecs(elements: int, rounds: int) -> list[dict[str, Any]]:
     """Compare encoding and decoding, in numpy and compiled by JAX, with one copy of the float32 vector."""
     values_N = np.random.default_rng(0).standard_normal(elements, np.float32)
     target_N = np.empty_like(values_N)
-    rows = []
+    jax, rows = next(frameworks()), list[dict[str, Any]]()
+    device_N = jax.put(values_N)
+
+    def by_numpy(name: str) -> object:
+        return CODECS[name].decode(CODECS[name].encode(values_N), elements)
+
+    def by_jax(name: str) -> object:  # as two programs, so that the encoded arrays exist in between
+        return jax.wait(jax.restore(name, jax.quantise(name, device_N), elements))
+
     for name in CODECS:
-        in_numpy = partial(lambda codec: codec.decode(codec.encode(values_N), values_N.size), CODECS[name])
-        sides = (("numpy", in_numpy), ("JAX", _in_jax(name, values_N)))
-        for how, there_and_back in sides:
+        for how, there_and_back in (("numpy", partial(by_numpy, name)), ("JAX", partial(by_jax, name))):
             goal = GOAL_INT4 if (name, how) == ("int4", "JAX") else ""
             what, copy = f"{name}, {how}, {elements / 1e6:g} M", partial(np.copyto, target_N, values_N)
             rows.append(timed_row(what, there_and_back, "one copy", copy, rounds, goal))
     return rows
-
-
-def _in_jax(name: str, values_N: Vector) -> Callable[[], object]:
-    """Return both directions as two programs, so that the encoded arrays exist in between."""
-    import jax
-    import jax.numpy as jnp
-
-    chosen, device_N = CODECS[name], jnp.asarray(values_N)
-    quantise = jax.jit(lambda x_N: chosen.quantise(x_N, jnp))
-    restore = jax.jit(lambda parts: chosen.restore(parts, values_N.size, jnp))
-    return lambda: restore(quantise(device_N)).block_until_ready()
 
 
 # -- merging ----------------------------------------------------------------------------------------------------------
