@@ -45,13 +45,13 @@ def run_island(
     name = island_name(options.url, options.name, "--name")
     origin = options.log_as(name, options.run, island=name)
     require_valid(options)
-    summary = WorkerRun(options, name, stopped, origin, prepared, team).train()
+    state = WorkerRun(options, name, stopped, origin, prepared, team).train()
     if options.json:
-        print_json(summary)
-    if summary["state"] == "replaced":
+        print_json({"island": name, "run": origin.run, "state": state})
+    if state == "replaced":
         return REPLACED
     # An operator who asked the island to leave does not want it back, unlike a launcher that needs its machine.
-    return options.stopped_status if summary["state"] == "left" and stopped() else 0
+    return options.stopped_status if state == "left" and stopped() else 0
 
 
 class WorkerRun(Membership):
@@ -84,8 +84,8 @@ class WorkerRun(Membership):
         options.answer_probes(self._health)
         self._state = ""
 
-    def train(self) -> dict[str, object]:
-        """Join, train until the end of the run, a signal or the operator's request, and leave. Return a summary.
+    def train(self) -> str:
+        """Join, train until the end of the run, a signal or the operator's request, and leave. Return how it left.
 
         Raises:
             DivergedError: The loss or the parameters are not finite. The island has announced its departure by then.
@@ -101,7 +101,7 @@ class WorkerRun(Membership):
         elif self._store is not None:
             with progress("writing the last checkpoint"):
                 self._store.finish(self.worker)
-        return _summary(self.worker, self._state)
+        return self._state
 
     @property
     def worker(self) -> Island:
@@ -191,24 +191,6 @@ def end_of_imports() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-
-
-def _summary(island: Island, state: str) -> dict[str, object]:
-    """Return what the island has done, for `--json`."""
-    link = island.link
-    return {
-        "island": island.name,
-        "run": island.manifest.run,
-        "state": state,
-        "steps": island.totals.steps,
-        "tokens": island.totals.tokens,
-        "global_step": island.ledger.global_step,
-        "optimizer_origin": island.optimizer_origin,
-        "sent": link.uplink.contributions,
-        "refused": island.ledger.refused,
-        "bytes_up": link.uplink.bytes_up,
-        "bytes_down": link.uplink.bytes_down,
-    }
 
 
 def point(island: Island) -> tuple[int, Mapping[str, float]] | None:

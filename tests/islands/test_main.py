@@ -40,7 +40,7 @@ def transport(url: str) -> Iterator[RedisTransport]:
     made.close()
 
 
-def run(url: str, folder: Path) -> dict[str, object]:
+def run(url: str, folder: Path) -> str:
     options = main.IslandOptions(url=url, run="demo", folder=folder, scan_steps=1)
     return running.WorkerRun(options, "oslo", lambda: False, Origin("oslo")).train()
 

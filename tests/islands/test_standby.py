@@ -139,7 +139,7 @@ def run(
     """Build an island that leaves before its first step, and return it."""
     options = main.IslandOptions(url=stored.url, run="demo", folder=folder, scan_steps=scan_steps, name=name)
     worker = running.WorkerRun(options, "oslo", lambda: True, Origin("oslo"), prepared)
-    assert worker.train()["state"] == "left"
+    assert worker.train() == "left"
     return worker.worker
 
 
