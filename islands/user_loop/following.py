@@ -91,13 +91,11 @@ class Published:
         on_host = {name for name, leaf in layout.leaves_of(tree).items() if isinstance(leaf, np.ndarray)}
 
         def fill(named: Named) -> Any:
-            leaves = [layout.own.get(name) for name in layout.names]
-            for place in layout.merged:
-                name = layout.names[place]
-                template = layout.templates[name]
+            leaves = {name: layout.own.get(name) for name in layout.names}
+            for name, template in layout.templates.items():
                 values = named[name].astype(template.dtype, order="C")
-                leaves[place] = values if name in on_host else own_copy(values, sharding_of(template))
-            return jax.tree.unflatten(layout.structure, leaves)
+                leaves[name] = values if name in on_host else own_copy(values, sharding_of(template))
+            return jax.tree.unflatten(layout.structure, leaves.values())
 
         return fill
 

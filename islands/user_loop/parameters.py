@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ class TreeParameters:
         self.tree = tree
         self._chooses = trained is not None
         self._structure = layout.structure
-        self._leaves: list[Any] | None = None
+        self._leaves: dict[str, Any] = {}  # of the opened tree, in its order
         self._has_begun = False
         self._named: dict[str, Any] | None = None
         self._frozen: FrozenLeaves | None = None
@@ -57,7 +57,7 @@ class TreeParameters:
 
     def keep(self, tree: Any) -> None:
         """Take a tree without a look at it."""
-        self.tree, self._named, self._leaves = tree, None, None
+        self.tree, self._named, self._leaves = tree, None, {}
 
     def start(self, named: Mapping[str, Any]) -> None:
         """Begin with these arrays and the island's own leaves. A second time, those of the newest tree stay."""
@@ -66,10 +66,10 @@ class TreeParameters:
             self.replace(named)
             return
         self._has_begun, own = True, self.layout.own
-        self._structure, self._leaves = self.layout.structure, [own.get(name) for name in self.layout.names]
+        self._structure, self._leaves = self.layout.structure, {name: own.get(name) for name in self.layout.names}
         self.replace(named)
         if self.layout.frozen:
-            self._frozen = FrozenLeaves(self._frozen_of(self._leaves))
+            self._frozen = FrozenLeaves({name: own[name] for name in self.layout.frozen})
         self.layout = replace(self.layout, own=dict.fromkeys(own))  # values that a later step replaces take memory
 
     def named(self) -> dict[str, Any]:
@@ -93,19 +93,13 @@ class TreeParameters:
         """Replace the arrays, and build the tree for the loop."""
         if self._named is not None:
             self._unassigned.merged(self._named, named)
-        self._named, self._leaves = dict(named), self._leaves_with(named)
-        self.tree = jax.tree.unflatten(self._structure, self._leaves)
+        self._named, self._leaves = dict(named), {**self._leaves, **named}
+        self.tree = jax.tree.unflatten(self._structure, self._leaves.values())
 
     def tree_with(self, named: Mapping[str, Any]) -> Any:
         """Return the newest tree with these arrays in place of its own. Raises ConfigError as `named` does."""
         self.named()
-        return jax.tree.unflatten(self._structure, self._leaves_with(named))
-
-    def _leaves_with(self, named: Mapping[str, Any]) -> list[Any]:
-        leaves = list(self._leaves or ())
-        for place in self.layout.merged:
-            leaves[place] = named[self.layout.names[place]]
-        return leaves
+        return jax.tree.unflatten(self._structure, {**self._leaves, **named}.values())
 
     def are_there(self) -> bool:
         """Return whether no array was donated to a later step."""
@@ -118,19 +112,13 @@ class TreeParameters:
         leaves, structure = jax.tree.flatten(self.tree)
         if structure != self._structure:
             self._require_same_names()
-        self._leaves, self._structure = leaves, structure
-        names = self.layout.names
-        for place in self.layout.merged:
-            _require_like(names[place], leaves[place], self.layout.templates[names[place]])
+        self._leaves, self._structure = dict(zip(self.layout.names, leaves, strict=True)), structure
+        frozen = {} if self._frozen is None else self.layout.frozen
+        for name, template in {**self.layout.templates, **frozen}.items():
+            _require_like(name, self._leaves[name], template)
         if self._frozen is not None:
-            frozen = self._frozen_of(leaves)
-            for name, leaf in frozen.items():
-                _require_like(name, leaf, self.layout.frozen[name])
-            self._frozen.offer(frozen)
-        return {names[place]: leaves[place] for place in self.layout.merged}
-
-    def _frozen_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        return {name: leaf for name, leaf in zip(self.layout.names, leaves, strict=True) if name in self.layout.frozen}
+            self._frozen.offer({name: self._leaves[name] for name in frozen})
+        return {name: self._leaves[name] for name in self.layout.templates}
 
     def _require_same_names(self) -> None:
         """Raise ConfigError unless the tree has the same leaves in the same order; its containers may differ."""

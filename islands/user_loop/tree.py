@@ -7,6 +7,7 @@ stay the island's own. If only some leaves are trained, the other weights are fr
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,6 @@ class TreeLayout:
     Attributes:
         structure: The tree without its leaves.
         names: The names of all leaves in order.
-        merged: The places of the leaves that are merged.
         templates: The shape, dtype and sharding of each merged leaf by name. The values are not kept, because they
             would take the memory of a whole model.
         frozen: The shape, dtype and sharding of each weight that is not trained, by name.
@@ -43,7 +43,6 @@ class TreeLayout:
 
     structure: Any
     names: Sequence[str]
-    merged: Sequence[int]
     templates: Mapping[str, jax.ShapeDtypeStruct]
     frozen: Mapping[str, jax.ShapeDtypeStruct]
     own: Mapping[str, Any]
@@ -59,34 +58,33 @@ class TreeLayout:
                 (`loop.argument`).
         """
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-        names, leaves = [name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs]
-        frozen: list[int] = []
-        if trained is None:
-            merged = [place for place, leaf in enumerate(leaves) if _is_merged(names[place], leaf)]
-        else:
-            is_trained = trained_by(trained)
-            places = [place for place, name in enumerate(names) if is_trained(name)]
-            merged = [place for place in places if _require_trainable(names[place], leaves[place])]
-            frozen = [place for place in sorted({*range(len(names))} - {*places}) if is_weight(leaves[place])]
-        if not merged:
-            raise nothing_trained(
-                trained,
-                names,
-                "Give the floating-point arrays that the optimiser trains, such as `nnx.state(model, nnx.Param)`.",
-            )
-        repeated = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-        if repeated:
+        names = [name_of(path) for path, _ in pairs]
+        leaves = dict(zip(names, (leaf for _, leaf in pairs), strict=True))
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise ConfigError(
                 f"several leaves of the parameters have the name {min(repeated)!r}",
                 "Rename a key: the parts of a name are joined by dots.",
                 code="loop.unnamed",
             )
-        templates = {names[place]: _template(leaves[place]) for place in merged}
-        unchanged = {names[place]: _template(leaves[place]) for place in frozen}
-        if any(map(_is_spread, [*templates.values(), *unchanged.values()])):
+        frozen: dict[str, jax.ShapeDtypeStruct] = {}
+        if trained is None:
+            templates = {name: _template(leaf) for name, leaf in leaves.items() if _is_merged(name, leaf)}
+        else:
+            is_trained = trained_by(trained)
+            chosen = {name: leaf for name, leaf in leaves.items() if is_trained(name)}
+            templates = {name: _template(leaf) for name, leaf in chosen.items() if _require_trainable(name, leaf)}
+            others = {name: leaf for name, leaf in leaves.items() if name not in chosen}
+            frozen = {name: _template(leaf) for name, leaf in others.items() if is_weight(leaf)}
+        if not templates:
+            raise nothing_trained(
+                trained,
+                names,
+                "Give the floating-point arrays that the optimiser trains, such as `nnx.state(model, nnx.Param)`.",
+            )
+        if any(map(_is_spread, [*templates.values(), *frozen.values()])):
             _require_everywhere(templates)
-        own = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in templates}
-        return cls(structure, names, merged, templates, unchanged, own)
+        own = {name: leaf for name, leaf in leaves.items() if name not in templates}
+        return cls(structure, names, templates, frozen, own)
 
     @property
     def is_spread(self) -> bool:
@@ -100,8 +98,8 @@ class TreeLayout:
 
     def leaves_of(self, tree: Any) -> dict[str, Any]:
         """Return the merged leaves of a tree of this layout, by name."""
-        leaves = jax.tree.leaves(tree)
-        return {self.names[place]: leaves[place] for place in self.merged}
+        leaves = dict(zip(self.names, jax.tree.leaves(tree), strict=True))
+        return {name: leaves[name] for name in self.templates}
 
     def tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the tree."""
