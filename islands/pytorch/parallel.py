@@ -1,17 +1,15 @@
 """One island of several processes in PyTorch. Only the leader, the first of them, talks to Redis.
 
-In DistributedDataParallel, all processes hold the whole model. The leader measures and adopts, and hands what it has
-adopted to the others, so that all hold the same bits. With FSDP2 (`fully_shard`), the references are split as the
-parameters are. To send a fragment, each process measures its own piece, and all gather that one fragment, quantise it,
-and keep their pieces of what the merger will read. To adopt a fragment, the leader hands it to all, and each keeps its
-piece. The bits are those of one device.
+The references are split as the parameters are: over all processes with FSDP2 (`fully_shard`), and not at all with
+DistributedDataParallel. To send a fragment, each process measures its own piece, and all gather that one fragment,
+quantise it, and keep their pieces of what the merger will read. To adopt a fragment, the leader hands it to all, and
+each keeps its piece. The bits are those of one device.
 
 What the leader says, and when, is in `islands.team`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,16 +20,13 @@ import torch.distributed as dist
 from archipelago.broker.codecs import Vector
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.joining import Joining, Loss, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters, chunks
-from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica
+from archipelago.islands.pytorch.replica import TeamReplica
 from archipelago.islands.pytorch.team import ProcessTeam, ranks_of
 from archipelago.islands.team.protocol import Said, Work
 from archipelago.islands.team.scripts import Following, Leading, SpreadTensors, create_together
 from archipelago.islands.user_loop.new_run import FirstValues, Frozen
-
-log = logging.getLogger(__name__)
 
 
 def create_split(
@@ -54,10 +49,6 @@ def joined(mesh: Any, group: Any, given: Joining) -> Leader | Follower:
     return (Leader if dist.get_rank() == ranks_of(mesh, group)[0] else Follower)(given, new_team)
 
 
-def _replica(manifest: Manifest, parameters: ModuleParameters, team: Any) -> SharedReplica | SplitReplica:
-    return (SharedReplica if team.mesh is None else SplitReplica)(manifest, parameters, team)
-
-
 class Leader(Leading, TorchRun):
     """The island's membership, in the process that leads."""
 
@@ -66,20 +57,11 @@ class Leader(Leading, TorchRun):
         self._new_team = partial(new_team, self._parameters.device)
 
     def _frozen(self) -> Sequence[FrozenValues]:
-        if self._team.mesh is None:
-            return super()._frozen()
         return split_tensors(self._team, self._parameters).frozen_values()
 
-    def _new_replica(self, manifest: Manifest) -> SharedReplica | SplitReplica:
-        team = self._team
-        largest, fragments = max(manifest.sizes), len(manifest.fragments)
-        if team.mesh is not None and 2 * largest > manifest.parameters > 0 and team.size > 1:
-            log.warning(
-                "each process gathers up to %.0f %% of the model at a time: the largest of the run's %s fragments",
-                100 * largest / manifest.parameters, fragments,
-            )  # fmt: skip
-        team.share_manifest(manifest)
-        return _replica(manifest, self._parameters, team)
+    def _new_replica(self, manifest: Manifest) -> TeamReplica:
+        self._team.share_manifest(manifest)
+        return TeamReplica(manifest, self._parameters, self._team)
 
     def _rehearse(self) -> None:
         super()._rehearse()
@@ -90,12 +72,10 @@ class Leader(Leading, TorchRun):
         super()._begin_again(vectors)
 
     def _state_copies(self) -> Sequence[Any] | None:
-        if self._team.mesh is None:
-            return super()._state_copies()
         if self._state is None or not self._state.still_travels():
             return None
         self._team.tell(Work.GIVE_STATE)
-        return [self._state.digest, *map(HostCopy, self._team.gather_state(self._state))]
+        return [self._state.digest, *self._team.gather_state(self._state)]
 
     def _lend(self, named: Mapping[str, Any], vectors: Sequence[Vector]) -> None:
         self._team.tell(Work.EVALUATE)  # not before: the others wait for the parameters, and the copy may fail
@@ -112,7 +92,7 @@ class Follower(Following):
 
     def __init__(self, given: Joining, new_team: Callable[[Any, str], Any]) -> None:
         self._parameters, self._state = given.parts()
-        self._replica: SharedReplica | SplitReplica | None = None
+        self._replica: TeamReplica | None = None
         super().__init__(given.run, given.island, partial(new_team, self._parameters.device), given.evaluate)
         self._model = given.model
 
@@ -124,7 +104,7 @@ class Follower(Following):
         replica, state = self._replica, self._state
         if said.work == Work.RUN:
             manifest = team.share_manifest(None, said.about)
-            self._replica = _replica(manifest, self._parameters, team)
+            self._replica = TeamReplica(manifest, self._parameters, team)
             if state is not None:
                 state.rehearse()  # with the leader, because a step of the optimiser may need all processes
             team.agree_on_state(state)

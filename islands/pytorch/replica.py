@@ -100,37 +100,8 @@ def _write(rows: Rows, params: Tensors, vector_N: Any) -> None:
         own_piece(params[tensor.name]).copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))
 
 
-class SharedReplica(TorchReplica):
-    """The replica of a model that all processes hold. The leader measures and adopts; the others take its tensors."""
-
-    def __init__(self, manifest: Manifest, parameters: ModuleParameters, team: Any) -> None:
-        super().__init__(manifest, parameters.device)
-        self._tensors, self._team = parameters.tensors, team
-
-    def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
-        """Set the parameters of all processes to the leader's vectors. Only the leader keeps references."""
-        if self._team.leads:
-            super().begin(params, vectors)
-        else:
-            self.write(params, vectors)
-
-    def write(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
-        """Set the parameters of all processes to the leader's vectors."""
-        if self._team.leads:
-            super().write(params, vectors)
-        self._team.share(list(self._tensors.values()))
-
-    def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:
-        """Adopt a fragment's snapshot, which only the leader gives."""
-        self._team.tell(Work.ADOPT, fragment)
-        if self._team.leads:
-            super().adopt(fragment, params, new_N)
-        self._team.share([self._tensors[tensor.name] for tensor, _ in self.layout[fragment]])
-        return params
-
-
-class SplitReplica(TorchReplica):
-    """The pieces of all references in this process. One fragment at a time is whole, in each process."""
+class TeamReplica(TorchReplica):
+    """The replica in each process of an island, with its pieces of all references. One fragment at a time is whole."""
 
     def __init__(self, manifest: Manifest, parameters: ModuleParameters, team: Any) -> None:
         super().__init__(manifest, parameters.device)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from archipelago.broker.shards.reader import asked, on_a_thread
+from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import own_piece, piece_of, whole_of
 from archipelago.islands.pytorch.state import OptimizerState
@@ -37,7 +38,6 @@ class ProcessTeam(Team):
     """The processes of one island.
 
     Attributes:
-        mesh: The mesh that the model is split over; None if all processes hold all of it.
         ranks: The ranks of the processes. The first one leads.
     """
 
@@ -45,13 +45,14 @@ class ProcessTeam(Team):
         """Make the groups. All processes of the island do this at the same time.
 
         Args:
+            mesh: The mesh that the model is split over; None if all processes hold all of it.
             group: The process group of DistributedDataParallel, without a mesh.
             call: The call that all processes make, in words.
 
         Raises:
             ConfigError: The processes make different calls (`loop.not-together`).
         """
-        self.mesh, self.ranks = mesh, ranks_of(mesh, group)
+        self.ranks = ranks_of(mesh, group)
         self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.leaves_together = mesh is not None
@@ -99,8 +100,9 @@ class ProcessTeam(Team):
             state.can_travel = False
 
     def gather_state(self, state: OptimizerState) -> list[Any]:
-        """Return whole copies of all values in the leader's memory, and nothing in the others'."""
-        return [self._gathered(entry.present(), entry.example) for entry in state.entries]
+        """Return copies of all whole values on their way to the leader's memory, and nothing in the others."""
+        wholes = (whole_of(entry.present(), entry.example) for entry in state.entries)
+        return [HostCopy(whole) for whole in wholes if self.leads]
 
     def scatter_state(self, state: OptimizerState, values: Sequence[Any]) -> None:
         """Replace the optimisers' state by values that the leader has."""
@@ -114,8 +116,5 @@ class ProcessTeam(Team):
     def gather_tensor(self, parameters: ModuleParameters, place: int) -> Any:
         """Return one whole tensor in the memory of the leader's host, and None in the others'."""
         view = list(parameters.views().values())[place]
-        return self._gathered(own_piece(view).detach(), view)
-
-    def _gathered(self, own: Any, example: Any) -> Any:
-        whole = whole_of(own, example)
+        whole = whole_of(own_piece(view).detach(), view)
         return whole.cpu() if self.leads else None

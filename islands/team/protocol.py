@@ -70,12 +70,14 @@ class Team(ABC):
     Attributes:
         rank: The number of this process. The first one leads.
         size: How many processes there are.
-        leaves_together: Whether all processes measure the newest progress when the island leaves.
+        leaves_together: Whether the leader needs the others to measure the newest progress when the island leaves.
+        is_alone: Whether the others do not listen now, so that the leader tells them nothing.
     """
 
     rank: int
     size: int
     leaves_together = True
+    is_alone = False
     _told = Said()
 
     # -- what a framework adds ----------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ class Team(ABC):
 
     def tell(self, work: Work, about: int = 0, **numbers: int) -> None:
         """Say what all processes do now, if this one leads."""
-        if self.leads:
+        if self.leads and not self.is_alone:
             self._told = Said(*self._sum(Said(work=work, about=about, **numbers)))
 
     @property

@@ -180,7 +180,11 @@ class Leading(Session):
         # The others also wait where the final parameters may be evaluated.
         evaluates = self._evaluate is not None and (error is None or isinstance(error, StoppedBySignal))
         if not (self._team.leaves_together or evaluates):
-            super()._leave(error, awaits_merge=awaits_merge)
+            self._team.is_alone = True
+            try:
+                super()._leave(error, awaits_merge=awaits_merge)
+            finally:
+                self._team.is_alone = False
         elif error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
             is_ours = isinstance(error, Exception)
             super()._leave(error if is_ours else RuntimeError(f"stopped by {type(error).__name__}"))

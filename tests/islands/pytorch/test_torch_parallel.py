@@ -28,7 +28,7 @@ pytestmark = pytest.mark.full
 class Alone(Team):
     """A team whose other processes end when they wait for the optimiser's state."""
 
-    mesh, rank, size, leaves_together = None, 0, 1, False
+    rank, size, leaves_together = 0, 1, False
 
     def _sum(self, numbers: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
@@ -41,6 +41,9 @@ class Alone(Team):
 
     def share_manifest(self, manifest: Any, size: int = 0) -> Any:
         """Share nothing."""
+
+    def gather_tensor(self, parameters: Any, place: int) -> Any:
+        """Gather nothing."""
 
     def agree_on_state(self, state: Any) -> None:
         """Compare with nothing."""

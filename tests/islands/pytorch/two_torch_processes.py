@@ -31,7 +31,7 @@ from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.islands.pytorch.joining import Joining, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import own_piece, piece_of
-from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
+from archipelago.islands.pytorch.replica import TeamReplica, TorchReplica
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.pytorch.team import ProcessTeam
 from archipelago.islands.team import scripts
@@ -92,7 +92,7 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> list[
     manifest = Manifest("own", config, tensors, balanced(tensors, 3), NO_CORPUS, {})
     team = ProcessTeam(mesh_of(parts), None, ours.device, "compare")
     team.tell = lambda *about, **numbers: None  # type: ignore[method-assign]
-    alone, together = TorchReplica(manifest, one.device), SplitReplica(manifest, ours, team)
+    alone, together = TorchReplica(manifest, one.device), TeamReplica(manifest, ours, team)
     random = np.random.default_rng(7)
 
     def snapshot(size: int) -> Any:
