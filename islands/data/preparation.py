@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from archipelago.broker.config import BYTES
 from archipelago.broker.errors import DataError
 from archipelago.broker.files import staged_folder, sync
 from archipelago.broker.observe.progress import progress
@@ -36,7 +35,7 @@ from archipelago.islands.data.corpus import (
 )
 from archipelago.islands.data.documents import Choice, choose, visible_files
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
-from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces, train
+from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces
 
 MINIMUM_BYTES = 64 << 10
 _PIECE_BYTES = 64 << 10
@@ -50,15 +49,11 @@ def splits_of(size: int) -> Splits:
     return Splits(train, valid, size - train - valid)
 
 
-#: How text is stored: BYTES, the number of tokens that a tokenizer learns from the training split, or a tokenizer.
-Encoding = int | TextTokenizer
-
-
 def create(
     files: Sequence[Path],
     name: str,
     source: str,
-    encoding: Encoding = BYTES,
+    tokenizer: TextTokenizer | None = None,
     skipped: Mapping[str, int] | None = None,
     holds_out: bool = True,
 ) -> OpenCorpus:
@@ -66,6 +61,7 @@ def create(
 
     Args:
         source: Where the data comes from, in words.
+        tokenizer: What the text is stored with; None for its bytes.
         skipped, holds_out: As for `choose`.
 
     Raises:
@@ -75,7 +71,7 @@ def create(
     final, card = data_folder() / checked_name(name, "the corpus name"), None
     try:
         with staged_folder(final) as stage:
-            card = _write(stage, name, source, choose(files, skipped, holds_out), encoding)
+            card = _write(stage, name, source, choose(files, skipped, holds_out), tokenizer)
     except OSError as error:
         if card is None or not is_prepared(name):
             raise DataError(
@@ -93,7 +89,7 @@ def create(
     return corpus
 
 
-def _write(stage: Path, name: str, source: str, choice: Choice, encoding: Encoding) -> Card:
+def _write(stage: Path, name: str, source: str, choice: Choice, tokenizer: TextTokenizer | None) -> Card:
     """Write the data, and the card that describes it. Returns the card."""
     path, reading = stage / TEXT_FILE, choice.reading
     with path.open("wb") as file:
@@ -106,30 +102,21 @@ def _write(stage: Path, name: str, source: str, choice: Choice, encoding: Encodi
             code="data.too-small",
         )
     described: dict[str, Any] = {"splits": Splits(*sizes) if len(sizes) > 1 else splits_of(size)}
-    if not is_bytes(encoding):
+    if tokenizer is not None:
         with progress("turning the text into tokens"):
-            described = _tokenise(stage, described["splits"], encoding)
+            described = _tokenise(stage, described["splits"], tokenizer)
     sync(path)
     card = Card(name, path.stat().st_size, digest_of(path), source, reading=reading, **described)
     (stage / CARD_FILE).write_bytes(card_json(card))
     return card
 
 
-def is_bytes(encoding: Encoding) -> bool:
-    """Return whether text is stored as its bytes."""
-    return encoding == BYTES if isinstance(encoding, int) else encoding.is_bytes
-
-
-def _tokenise(stage: Path, splits: Splits, encoding: Encoding) -> dict[str, Any]:
+def _tokenise(stage: Path, splits: Splits, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Replace the text in `stage` by its tokens, and add their tokenizer. Returns the parts of the card about them."""
     path, text = stage / TEXT_FILE, stage / "text"
     path.rename(text)
     sizes = _whole_characters(text, splits)
     with text.open("rb") as source, path.open("wb") as file:
-        tokenizer = encoding
-        if isinstance(tokenizer, int):
-            tokenizer = train(pieces(source, sizes.train, _PIECE_BYTES), tokenizer)
-        source.seek(0)
         counts = [_write_tokens(file, source, size, tokenizer) for size in asdict(sizes).values()]
     text.unlink()
     (stage / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
@@ -164,7 +151,7 @@ def _write_tokens(target: BinaryIO, source: BinaryIO, size: int, tokenizer: Text
     return count
 
 
-def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCorpus:
+def prepare_text(source: Path, name: str, tokenizer: TextTokenizer | None = None) -> OpenCorpus:
     """Prepare a text file, or all text files of a folder, joined by newlines.
 
     Of a folder, `documents` chooses what is held out; of a file, it is the last tenth. Hidden files, and files that are
@@ -180,7 +167,7 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
     if not (source.is_file() or source.is_dir()):
         raise DataError(f"there is no file or folder {source}", "Copy it here first.", code="data.no-source")
     files, skipped = ([source], None) if source.is_file() else visible_files(source)
-    return create(files, name, source.name or str(source), encoding, skipped, holds_out=source.is_dir())
+    return create(files, name, source.name or str(source), tokenizer, skipped, holds_out=source.is_dir())
 
 
 # -- the sources of this Python's standard library: text that every machine has ----------------------------------------
@@ -189,13 +176,13 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
 _OTHER_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
-def prepare_stdlib(name: str = STDLIB, encoding: Encoding = BYTES) -> OpenCorpus:
+def prepare_stdlib(name: str = STDLIB, tokenizer: TextTokenizer | None = None) -> OpenCorpus:
     """Prepare the sources of this Python's standard library, or open the corpus of their bytes if it exists.
 
     Raises:
         DataError: This Python has no sources (`data.no-source`), or one of the errors of `create`.
     """
-    if is_bytes(encoding) and is_prepared(name):
+    if tokenizer is None and is_prepared(name):
         return open_corpus(name)
     root = Path(sysconfig.get_path("stdlib"))
     files = _sources(root)
@@ -205,7 +192,7 @@ def prepare_stdlib(name: str = STDLIB, encoding: Encoding = BYTES) -> OpenCorpus
             "Use a Python that is not frozen or zipped, or prepare another text with `archipelago prepare FILE`.",
             code="data.no-source",
         )
-    return create(files, name, f"standard library of Python {platform.python_version()}", encoding)
+    return create(files, name, f"standard library of Python {platform.python_version()}", tokenizer)
 
 
 def _sources(root: Path) -> list[Path]:

@@ -1,14 +1,13 @@
-"""Tokenizers: one token per byte, or byte-level BPE learned from a text. Any text can be encoded without loss.
+"""Tokenizers: one token per byte, or any byte-level tokenizer. Any text can be encoded without loss.
 
-Both are `tokenizer.json` files as Hugging Face's `tokenizers` reads and writes them, so other programs find the same
-tokens. Training and encoding give the same result on every machine, so the same text gives the same corpus.
+They are `tokenizer.json` files as Hugging Face's `tokenizers` reads and writes them, so other programs find the same
+tokens. Encoding gives the same result on every machine, so the same text gives the same corpus.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +29,6 @@ _FILE_BYTES_MAX = 256 << 20
 _SAMPLE = "The Quick fox's\n\n\tif x == 10:  # Häfen, 港, \U0001f30a\r\n <end>"
 #: The bytes that UTF-8 has. The tokenizer of GPT-NeoX has no tokens for others.
 _OF_TEXT = frozenset(range(BYTES)) - {0xC0, 0xC1, *range(0xF5, BYTES)}
-_SPEC = re.compile(r"bpe:([0-9]{1,9})")
 
 #: uint8 if a token is a byte, else uint16, or uint32 for a vocabulary of more than 65,536 tokens.
 Tokens = NDArray[np.unsignedinteger]
@@ -50,26 +48,24 @@ _CHARACTERS = _characters()
 _BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTERS)}
 
 
-def encoding_of(spec: str) -> int | TextTokenizer:
-    """Return V of `bpe:V`, or the tokenizer in a file or in a folder that has a `tokenizer.json`.
+def tokenizer_at(name: str) -> TextTokenizer | None:
+    """Return the tokenizer in a file, or in a folder that has a `tokenizer.json`; None for that of bytes.
 
     Raises:
-        ConfigError: V is out of range, or there is no such file (`tokenizer.bad-name`).
+        ConfigError: There is no such file (`tokenizer.bad-name`).
         DataError: The file cannot be used as a tokenizer (`from_file`).
     """
-    found, path = _SPEC.fullmatch(spec), Path(spec)
-    if found and BYTES < int(found[1]) <= VOCABULARY_MAX:
-        return int(found[1])
-    if found or not spec or not path.exists():
+    path = Path(name)
+    if not name or not path.exists():
         raise ConfigError(
-            f"--tokenizer cannot be {spec!r:.80}" + ("" if found else ", because there is no such file"),
-            f"Write bpe:V, where V is the number of tokens, {BYTES + 1} to {VOCABULARY_MAX:,}, or a tokenizer.json.",
+            f"--tokenizer cannot be {name!r:.80}, because there is no such file",
+            "Give a tokenizer.json, or a folder that has one.",
             code="tokenizer.bad-name",
         )
-    tokenizer = from_file(path / FILE if path.is_dir() else path)
-    if tokenizer.vocabulary <= BYTES and not tokenizer.is_bytes:
-        raise _not_byte_level(f"has only {tokenizer.vocabulary} tokens")
-    return tokenizer
+    found = from_file(path / FILE if path.is_dir() else path)
+    if found.vocabulary <= BYTES and not found.is_bytes:
+        raise _not_byte_level(f"has only {found.vocabulary} tokens")
+    return None if found.is_bytes else found
 
 
 def dtype_of(vocabulary: int) -> np.dtype[np.unsignedinteger]:
@@ -153,34 +149,6 @@ def byte_tokenizer() -> TextTokenizer:
     return TextTokenizer(inner)
 
 
-def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
-    """Learn byte-level BPE (GPT-2, Radford et al. 2019).
-
-    Args:
-        vocabulary: The number of tokens. The 256 bytes are among them, so that any text can be encoded.
-
-    Raises:
-        DataError: The text has too few pairs for that vocabulary (`tokenizer.bad-name`).
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=_CHARACTERS, show_progress=False, special_tokens=[]
-    )
-    inner.train_from_iterator(texts, trainer)
-    made = TextTokenizer(inner)
-    if made.vocabulary < vocabulary:
-        raise DataError(
-            f"the text gives only {made.vocabulary:,} tokens, and --tokenizer asks for {vocabulary:,}",
-            f"Write bpe:{made.vocabulary}, or name a larger text.",
-            code="tokenizer.bad-name",
-        )
-    return made
-
-
 def from_file(path: Path) -> TextTokenizer:
     """Read a `tokenizer.json`.
 
@@ -227,8 +195,7 @@ def _checked(tokenizer: TextTokenizer) -> TextTokenizer:
 def _not_byte_level(fault: str) -> DataError:
     return DataError(
         f"this is not a byte-level tokenizer: it {fault}",
-        "Use one whose tokens stand for bytes, as those of GPT-2 and Llama 3 do, or that `archipelago prepare "
-        "--tokenizer` or `archipelago export` wrote.",
+        "Use one whose tokens stand for bytes, as those of GPT-2 and Llama 3 do, or that `archipelago export` wrote.",
         code="tokenizer.not-byte-level",
     )
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import print_json
 from archipelago.broker.redis.keys import checked_name
@@ -28,9 +27,8 @@ class PrepareOptions:
     name: str | None = None
     """The name of the corpus, for --data.corpus. The default is made from the source."""
     tokenizer: str | None = None
-    """`bpe:16384` learns byte-level BPE with this many tokens from the training split, and stores the text as tokens.
-    The name of a tokenizer.json, or of a folder that has one, takes this tokenizer, for instance that of weights to
-    begin with. The default stores bytes.
+    """A tokenizer.json, or a folder that has one, such as that of weights to begin with: the text is stored as its
+    tokens. The default stores bytes.
     """
     json: bool = False
     """Print one JSON object."""
@@ -68,20 +66,19 @@ def main(options: PrepareOptions) -> int:
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
     from archipelago.islands.data.corpus import STDLIB
-    from archipelago.islands.data.preparation import is_bytes, prepare_stdlib, prepare_text
-    from archipelago.islands.data.tokenizer import encoding_of
+    from archipelago.islands.data.preparation import prepare_stdlib, prepare_text
+    from archipelago.islands.data.tokenizer import tokenizer_at
 
     if not options.source:
         raise ConfigError("no text was named", "Give a file, a folder or `stdlib`.", code="config.value")
-    encoding = encoding_of(options.tokenizer) if options.tokenizer is not None else BYTES
-    is_known, is_tokenised = options.source == STDLIB, not is_bytes(encoding)
-    if options.name and is_known and not is_tokenised:
+    tokenizer = tokenizer_at(options.tokenizer) if options.tokenizer is not None else None
+    if options.name and options.source == STDLIB and tokenizer is None:
         raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
-    suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
+    suffix = "" if tokenizer is None else "-tokens"
     name = checked_name(_name(options) + suffix if options.name is None else options.name, "the corpus name")
     if options.source == STDLIB:
-        return prepare_stdlib(name, encoding)
-    return prepare_text(Path(options.source), name, encoding)
+        return prepare_stdlib(name, tokenizer)
+    return prepare_text(Path(options.source), name, tokenizer)
 
 
 def _name(options: PrepareOptions) -> str:

@@ -25,6 +25,7 @@ from archipelago.islands.models.registry import learning_rate
 from archipelago.islands.tasks.ours import fitted, our_work
 from tests.failing import failing
 from tests.islands.models import mini
+from tests.learned import learned
 
 TEXT = "".join(f"{n} islands, {n * n % 97} ships; häfen, 港\n" for n in range(2500))
 VOCABULARY = 500
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(made))
         prepare_text(source, "text")
-        prepare_text(source, "tokens", VOCABULARY)
+        prepare_text(source, "tokens", learned((TEXT,), VOCABULARY))
     return made
 
 
@@ -67,15 +68,6 @@ def test_the_splits_decode_to_the_text_and_the_card_describes_them(tokens: OpenC
     assert (card["dtype"], card["vocabulary"], card["tokenizer"]) == ("uint16", VOCABULARY, tokens.tokenizer)
     assert card["text_bytes"] == dict(zip(("train", "valid", "test"), tokens.text_sizes, strict=True))
     assert card["bytes"] == 2 * sum(card["splits"].values())
-
-
-def test_the_tokenizer_does_not_depend_on_held_out_text(tmp_path: Path, tokens: OpenCorpus) -> None:
-    size = tokens.text_sizes[0]
-    other = TEXT.encode()[:size] + b"z" * (len(TEXT.encode()) - size)
-    (tmp_path / "other").write_bytes(other)
-    found = prepare_text(tmp_path / "other", "other", VOCABULARY)
-    assert found.tokenizer == tokens.tokenizer
-    assert found.digest != tokens.digest
 
 
 def test_a_card_that_contradicts_itself_or_another_tokenizer_is_refused(

@@ -8,6 +8,7 @@ import pytest
 
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.weights.export import write
+from tests.learned import learned
 from tests.ops.weights.small_runs import LINES, VOCABULARY, found_of
 
 
@@ -19,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(made))
         prepare_text(source, "small")
-        prepare_text(source, "tokens", VOCABULARY)
+        prepare_text(source, "tokens", learned(tuple(LINES), VOCABULARY))
     return made
 
 

@@ -15,14 +15,14 @@ from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, encoding_of, train
+from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, tokenizer_at
 from archipelago.ops.commands import run
 from archipelago.ops.launch.init import create, workload_of
 from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
 from tests.failing import failing
-from tests.ops.conftest import Call
+from tests.learned import learned
 from tests.ops.weights.small_runs import LINES, SMALL, VOCABULARY, of_tokens
 
 
@@ -30,11 +30,12 @@ from tests.ops.weights.small_runs import LINES, SMALL, VOCABULARY, of_tokens
 def exports(folder: Path, exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the exports of two runs, and a text whose corpus `others` has another tokenizer."""
     root = tmp_path_factory.mktemp("tokenizers")
-    (root / "other").write_text("".join(line.upper() for line in LINES), encoding="utf-8")
+    others = tuple(line.upper() for line in LINES)
+    (root / "other").write_text("".join(others), encoding="utf-8")
     (root / "of-bytes").symlink_to(exported)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(folder))
-        prepare_text(root / "other", "others", VOCABULARY)
+        prepare_text(root / "other", "others", learned(others, VOCABULARY))
         write(of_tokens(), root / "of-tokens", "float32")
     return root
 
@@ -75,25 +76,15 @@ def test_weights_of_another_program_are_compared_by_the_tokenizer_beside_them(ex
 
 
 def test_text_can_be_prepared_for_weights(exports: Path, tmp_path: Path) -> None:
-    made = prepare_text(exports / "other", "for-them", encoding_of(str(exports / "of-tokens")))
+    made = prepare_text(exports / "other", "for-them", tokenizer_at(str(exports / "of-tokens")))
     assert made.tokenizer == open_corpus("tokens").tokenizer
     assert made.vocabulary == VOCABULARY
     splits = (made.train, made.valid, made.test)
     text = b"".join(made.open_tokenizer().bytes_of(split.tolist()) for split in splits)
     assert text == (exports / "other").read_bytes()
     workload_of(config_of("for-them"), None, exports / "of-tokens")
-    plain = prepare_text(exports / "other", "plain", encoding_of(str(exports / "of-bytes" / FILE)))
+    plain = prepare_text(exports / "other", "plain", tokenizer_at(str(exports / "of-bytes" / FILE)))
     assert (plain.tokenizer, plain.vocabulary) == ("", 256)
-
-
-def test_prepare_learns_a_tokenizer(tmp_path: Path, call: Call) -> None:
-    (tmp_path / "fleet.txt").write_text("".join(f"{n} ships and {n % 7} boats\n" for n in range(4000)))
-    status, out, _ = call("prepare", "fleet.txt", "--tokenizer", "bpe:300", "--json")
-    found = json.loads(out)
-    assert (status, found["corpus"], found["vocabulary"], found["dtype"]) == (0, "fleet-bpe300", 300, "uint16")
-    assert found["train_bytes"] + found["valid_bytes"] + found["test_bytes"] == (tmp_path / "fleet.txt").stat().st_size
-    assert open_corpus("fleet-bpe300").tokenizer == found["tokenizer"]
-    assert call("prepare", "fleet.txt", "--tokenizer", "bpe:300")[0] == 0
 
 
 def test_the_verb_takes_a_folder_of_text_and_a_tokenizer(
@@ -133,7 +124,7 @@ def test_generate_refuses_another_tokenizer_than_the_weights_have(exports: Path,
     names = ("model.safetensors", "config.json", FILE)
     export = copied(exports / "of-tokens", tmp_path / "export", *names)
     assert open_text_model(str(export), None).tokenizer.vocabulary == VOCABULARY
-    for other in (train((line.upper() for line in LINES), VOCABULARY), byte_tokenizer()):
+    for other in (open_corpus("others").open_tokenizer(), byte_tokenizer()):
         (export / FILE).write_text(other.to_json(), encoding="utf-8")
         with failing(DataError, "weights.tokenizer"):
             open_text_model(str(export), None)
