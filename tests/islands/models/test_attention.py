@@ -66,15 +66,17 @@ def test_a_gpu_without_a_sound_cudnn_uses_xla(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_chosen_by_a_product_are_those_chosen_by_number(dtype: str) -> None:
+def test_rows_chosen_by_a_product_are_those_chosen_by_number(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(2)
     table_VxW = jnp.asarray(random.normal(size=(7, 5)), dtype)
     tokens_BxT = jnp.asarray(random.integers(0, 7, (3, 40)), jnp.uint8)
     weights_BxTxW = jnp.asarray(random.normal(size=(3, 40, 5)), dtype)
 
     def found(backend: str) -> tuple[jax.Array, jax.Array]:
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
         def weighted(table_VxW: jax.Array) -> tuple[jax.Array, jax.Array]:
-            rows_BxTxW = layers.rows_of(table_VxW, tokens_BxT, backend)
+            rows_BxTxW = layers.rows_of(table_VxW, tokens_BxT)
             return (rows_BxTxW * weights_BxTxW).sum().astype(jnp.float32), rows_BxTxW
 
         gradient, rows = jax.grad(weighted, has_aux=True)(table_VxW)
