@@ -86,9 +86,6 @@ class LateCopy(HostCopy):
         self._tensor: Tensor | None = tensor.detach()
         self._copies, self._computed, self._copied = copies, copies.mark(), None
 
-    def is_ready(self) -> bool:
-        return bool(self._computed.query())
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Copy the tensor the first time, free it, and return the copy as `HostCopy` does."""
         tensor = self._tensor

@@ -30,14 +30,14 @@ Tensors = Mapping[str, Any]
 class TorchReplica:
     """The references of all fragments, float32 [N] each. The parameters belong to the module and are passed in."""
 
-    def __init__(self, manifest: Manifest, device: Any, copies: CopyStream | None = None) -> None:
-        """Begin without references. By default, a CUDA device gets a stream for copies, and other devices none."""
+    def __init__(self, manifest: Manifest, device: Any) -> None:
+        """Begin without references. A CUDA device gets a stream for copies."""
         self.rule = RULES[manifest.config.adopt.rule]
         self.layout = manifest.layout
         self.codec = manifest.config.wire.up
         self.device = device
         self.references: list[Any] = []
-        self._copies = CopyStream(device) if copies is None and device.type == "cuda" else copies
+        self._copies = CopyStream(device) if device.type == "cuda" else None
 
     def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
         """Set the parameters to these float32 vectors, one for each fragment."""

@@ -104,7 +104,8 @@ class FakeStream(CopyStream):
 def test_the_threads_of_the_link_make_all_copies_of_a_device() -> None:
     copies, here = FakeStream(), threading.current_thread().name
     manifest = Manifest("own", RunConfig(), TENSORS, (("kernel", "scale"),), NO_CORPUS, {})
-    replica = TorchReplica(manifest, torch.device("cpu"), copies)
+    replica = TorchReplica(manifest, torch.device("cpu"))
+    replica._copies = copies
     tensors = {tensor.name: torch.zeros(tensor.shape) for tensor in TENSORS}
     replica.begin(tensors, [np.zeros(9, np.float32)])
     tensors["scale"] += 1.0
