@@ -130,10 +130,6 @@ class OpenCorpus(Card):
         return found
 
 
-def card_json(card: Card) -> bytes:
-    return adapter(Card).dump_json(card, indent=2, exclude_none=True)
-
-
 def data_folder() -> Path:
     """Return the folder of all corpora on this machine: $ARCHIPELAGO_DATA, or one in the user's cache."""
     chosen = os.environ.get(DATA_VARIABLE)

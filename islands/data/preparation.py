@@ -18,6 +18,7 @@ import numpy as np
 
 from archipelago.broker.errors import DataError
 from archipelago.broker.files import staged_folder, sync
+from archipelago.broker.messages import adapter
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.data.corpus import (
@@ -27,7 +28,6 @@ from archipelago.islands.data.corpus import (
     Card,
     OpenCorpus,
     Splits,
-    card_json,
     data_folder,
     digest_of,
     is_prepared,
@@ -107,7 +107,7 @@ def _write(stage: Path, name: str, source: str, choice: Choice, tokenizer: TextT
             described = _tokenise(stage, described["splits"], tokenizer)
     sync(path)
     card = Card(name, path.stat().st_size, digest_of(path), source, reading=reading, **described)
-    (stage / CARD_FILE).write_bytes(card_json(card))
+    (stage / CARD_FILE).write_bytes(adapter(Card).dump_json(card, indent=2, exclude_none=True))
     return card
 
 

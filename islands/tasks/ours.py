@@ -73,17 +73,11 @@ def task_here(manifest: Manifest, batch_size: int = 0) -> OurTask:
     Raises:
         MismatchError: The text, or what this code makes of the settings, is not the run's.
     """
-    config, corpus = manifest.config, training_text(manifest)
+    config, corpus = manifest.config, open_corpus(manifest.corpus.name)
+    manifest.require_same(replace(manifest, corpus=corpus.identity))
     if batch_size:
         config = replace(config, data=replace(config.data, batch_size=batch_size))
     return our_task(config, corpus)
-
-
-def training_text(manifest: Manifest) -> OpenCorpus:
-    """Open the text to train on. Raises MismatchError if it is not the run's."""
-    corpus = open_corpus(manifest.corpus.name)
-    manifest.require_same(replace(manifest, corpus=corpus.identity))
-    return corpus
 
 
 # -- the creation of a run ---------------------------------------------------------------------------------------------

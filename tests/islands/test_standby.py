@@ -76,7 +76,7 @@ def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.MODELS, "mini", registry.NamedModel(partial(transformer, mini.SIZE)))
         patch.setattr("archipelago.islands.options.keep_compiled", lambda: None)
-        patch.setattr(ours, "training_text", lambda *_: CORPUS)
+        patch.setattr(ours, "open_corpus", lambda *_: CORPUS)
         patch.setattr(main, "stop_on_signals", lambda: lambda: False)
         yield
 
