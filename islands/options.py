@@ -1,27 +1,22 @@
-"""The flags of `archipelago island`, and what follows from them and the run's manifest: its task and devices.
+"""The flags of `archipelago island`, and the task that follows from them and the run's manifest.
 
 This module does not import JAX until a function needs it.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.broker.config import BATCH_FACTOR_MAX
-from archipelago.broker.errors import ConfigError, require_number
+from archipelago.broker.errors import require_number
 from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
 from archipelago.broker.process import AwaitedRun, keep_compiled
 from archipelago.islands.mesh import parsed
 
 if TYPE_CHECKING:
     from archipelago.broker.manifest import Manifest
-    from archipelago.islands.placement import Placement
     from archipelago.islands.tasks.task import TaskFile
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,38 +81,3 @@ def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
     from archipelago.islands.tasks.task import task_of
 
     return task_of(options.task, manifest, "`archipelago island`")
-
-
-def own_placement(options: IslandOptions, manifest: Manifest) -> Placement | None:
-    """Return where everything is on the devices of this island; None for one device. This imports JAX."""
-    import jax
-
-    from archipelago.islands.inner import require_divisible
-    from archipelago.islands.placement import placement_of
-
-    require_batch(options.batch_size, manifest)
-    shape = parsed(options.mesh) if options.mesh is not None else None
-    own, parts = options.batch_size or manifest.config.data.batch_size, manifest.config.inner.micro_batches
-    if not manifest.task:
-        require_divisible(own, parts)
-    batch_size = 0 if manifest.task else own // parts  # a task has its own
-    placement = placement_of(shape, manifest, batch_size, jax.devices())
-    if jax.process_count() > 1 and (placement is None or placement.shape.devices < jax.device_count()):
-        raise ConfigError(
-            f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "
-            f"{placement.shape.devices if placement else 1}",
-            "Give a --mesh of all of them, or a --batch-size that their number divides.",
-            code="mesh.size",
-        )
-    return placement
-
-
-def require_batch(batch_size: int, manifest: Manifest) -> None:
-    """Raise ConfigError (`config.value`) for a batch that the run would not take."""
-    if batch_size and manifest.task:
-        raise ConfigError(
-            "a task has batches of its own, so --batch-size would change nothing", "Leave it out.", code="config.value"
-        )
-    most = BATCH_FACTOR_MAX * manifest.config.data.batch_size
-    remedy = f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's."
-    require_number("--batch-size", batch_size, remedy, most=most)

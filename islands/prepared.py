@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from archipelago.broker.config import BATCH_FACTOR_MAX
+from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience, compiled_once
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.mesh import MeshShape
+from archipelago.islands.inner import require_divisible
+from archipelago.islands.mesh import MeshShape, parsed
 from archipelago.islands.models.interface import Params
-from archipelago.islands.options import IslandOptions, own_placement
-from archipelago.islands.placement import Placement
+from archipelago.islands.options import IslandOptions
+from archipelago.islands.placement import Placement, placement_of
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.participant import Participant
@@ -106,6 +109,36 @@ def prepared_for(
     if earlier is not None and earlier.fits(manifest, placement, options.batch_size):
         return earlier
     return prepare(manifest, task, placement, options.batch_size)
+
+
+def own_placement(options: IslandOptions, manifest: Manifest) -> Placement | None:
+    """Return where everything is on the devices of this island; None for one device."""
+    require_batch(options.batch_size, manifest)
+    shape = parsed(options.mesh) if options.mesh is not None else None
+    own, parts = options.batch_size or manifest.config.data.batch_size, manifest.config.inner.micro_batches
+    if not manifest.task:
+        require_divisible(own, parts)
+    batch_size = 0 if manifest.task else own // parts  # a task has its own
+    placement = placement_of(shape, manifest, batch_size, jax.devices())
+    if jax.process_count() > 1 and (placement is None or placement.shape.devices < jax.device_count()):
+        raise ConfigError(
+            f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "
+            f"{placement.shape.devices if placement else 1}",
+            "Give a --mesh of all of them, or a --batch-size that their number divides.",
+            code="mesh.size",
+        )
+    return placement
+
+
+def require_batch(batch_size: int, manifest: Manifest) -> None:
+    """Raise ConfigError (`config.value`) for a batch that the run would not take."""
+    if batch_size and manifest.task:
+        raise ConfigError(
+            "a task has batches of its own, so --batch-size would change nothing", "Leave it out.", code="config.value"
+        )
+    most = BATCH_FACTOR_MAX * manifest.config.data.batch_size
+    remedy = f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's."
+    require_number("--batch-size", batch_size, remedy, most=most)
 
 
 def prepare(

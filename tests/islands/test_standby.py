@@ -26,7 +26,6 @@ from archipelago.islands.checkpoint import FILE
 from archipelago.islands.main import Assignment, assignment
 from archipelago.islands.models import registry
 from archipelago.islands.models.transformer import transformer
-from archipelago.islands.options import require_batch
 from archipelago.islands.prepared import PreparedIsland
 from archipelago.islands.tasks import ours
 from archipelago.islands.tasks.batches import TaskRun
@@ -124,9 +123,9 @@ def test_an_island_may_have_batches_of_its_own_size(stored: Stored) -> None:
     assert not prepared.fits(manifest)
     for wrong in (-1, 64 * run_size + 1):
         with failing(ConfigError, "config.value"):
-            require_batch(wrong, manifest)
+            preparing.require_batch(wrong, manifest)
     with failing(ConfigError, "config.value"):
-        require_batch(8, replace(manifest, task="mine"))
+        preparing.require_batch(8, replace(manifest, task="mine"))
 
 
 def run(
