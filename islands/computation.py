@@ -95,17 +95,12 @@ class Computation(Parameters):
         self._team.tell(work, len(leaves[0]), **numbers)
         return jax.tree.unflatten(structure, self._team.share(leaves))
 
-    def _placed(self, batches_n: Any) -> Any:
-        if self.placement is not None:
-            return self.placement.place_batches(batches_n)
-        return jax.device_put(batches_n)  # `jnp.asarray` would compile a program for the transfer
-
-    def _arguments(self, batches_n: Any, schedule_step: int, length: int) -> tuple[Any, ...]:
+    def _arguments(self, batches_n: Any, schedule_step: int, length: int) -> Any:
         """Return the arguments of the inner steps after the state, on the devices."""
-        return self._placed(batches_n), self._scalar(schedule_step), self._scalar(length)
-
-    def _scalar(self, value: int) -> jax.Array:
-        return jax.device_put(np.int32(value)) if self.placement is None else self.placement.scalar(value)
+        given = batches_n, np.int32(schedule_step), np.int32(length)
+        if self.placement is not None:
+            return self.placement.place_batches(given)
+        return jax.device_put(given)  # `jnp.asarray` would compile a program for the transfer
 
     # -- the parameters, as a membership keeps them -------------------------------------------------------------------
 

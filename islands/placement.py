@@ -122,17 +122,12 @@ class Placement:
         alike = {self._places[name] for name, tensor in self._tensors.items() if tensor.shape == leaf.shape}
         return alike.pop() if len(alike) == 1 else self._everywhere
 
-    def scalar(self, value: int) -> jax.Array:
-        """Return a whole number, int32 [], on each device."""
-        placed: jax.Array = put(np.int32(value), self._everywhere)
-        return placed
-
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def place_batches(self, batches_n: Any) -> Any:
         """Return batches, arrays [n, B, …], on the mesh. Each device gets its own sequences only.
 
-        An array whose second dimension is not that of the batch, such as a scalar of a task, is on each device.
+        An array whose second dimension is not that of the batch, such as a scalar, is on each device.
         """
         arrays = jax.tree.map(np.asarray, batches_n)
         return put(arrays, jax.tree.map(lambda leaf: self._batch_place(leaf.shape), arrays))
