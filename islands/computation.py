@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,11 +21,10 @@ from archipelago.islands.sync.adoption import Parameters
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.recovery import NO_BOUNDS
 from archipelago.islands.sync.replica import Replica
+from archipelago.islands.team.computing import TeamReplica, TeamState
+from archipelago.islands.team.jax_team import JaxTeam
 from archipelago.islands.team.protocol import Work
 from archipelago.islands.user_loop.parameters import LoopState, not_finite
-
-if TYPE_CHECKING:
-    from archipelago.islands.team.jax_team import JaxTeam
 
 
 class Computation(Parameters):
@@ -52,12 +51,8 @@ class Computation(Parameters):
         inner = manifest.config.inner
         self.steps, self.placement, self.has_own_optimizer = steps, placement, has_own_optimizer
         templates = None if placement is None else placement.templates
-        new_replica: Callable[..., Replica] = Replica
-        new_state: Callable[..., LoopState] = LoopState
-        if team is not None:
-            from archipelago.islands.team.computing import TeamReplica, TeamState
-
-            new_replica, new_state = partial(TeamReplica, team), partial(TeamState, team)
+        new_replica: Callable[..., Replica] = Replica if team is None else partial(TeamReplica, team)
+        new_state: Callable[..., LoopState] = LoopState if team is None else partial(TeamState, team)
         self._team = team
         self.replica = new_replica(manifest, templates, donates=True)
         self.inner: InnerState

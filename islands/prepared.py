@@ -6,7 +6,7 @@ import gc
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -27,11 +27,9 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload
+from archipelago.islands.team.jax_team import JaxTeam
 from archipelago.islands.user_loop.tensors import require_same_tensors
 from archipelago.islands.worker import Island
-
-if TYPE_CHECKING:
-    from archipelago.islands.team.jax_team import JaxTeam
 
 #: The name of the island that `rehearse` builds. Its link never starts.
 REHEARSING = "rehearsal"

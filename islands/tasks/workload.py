@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,9 +29,7 @@ from archipelago.islands.sync.evaluator import Measures, mean_of
 from archipelago.islands.tasks.batches import TaskBatches, TaskRun
 from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.task import NamedTask, TaskFile
-
-if TYPE_CHECKING:
-    from archipelago.islands.team.jax_team import JaxTeam
+from archipelago.islands.team.jax_team import JaxTeam
 
 #: The peak of the learning rate of a task without an optimiser, if the settings do not give one.
 LEARNING_RATE = 1e-3
