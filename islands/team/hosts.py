@@ -90,8 +90,10 @@ def run_host(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]
     If another process is lost, a computation of this one fails. Or JAX has noticed it first, and aborts this process.
     """
     require_valid(options)
+    options.log_as(f"host-{here.rank}", options.run)
+    keep_compiled()
     try:
-        return _lead(options, here, stopped) if here.rank == 0 else _follow(options, here, stopped)
+        return (_lead if here.rank == 0 else _follow)(options, connected(options, here), stopped)
     except (RuntimeError, ValueError) as error:  # JAX raises either
         if not LOST.search(str(error)):
             raise
@@ -149,10 +151,7 @@ def connected(options: IslandOptions, here: HostRank) -> JaxTeam:
             signal.signal(number, handler)
 
 
-def _lead(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
-    options.log_as(f"host-{here.rank}", options.run)
-    keep_compiled()
-    team = connected(options, here)
+def _lead(options: IslandOptions, team: JaxTeam, stopped: Callable[[], bool]) -> int:
     try:
         status = run_island(options, lambda: stopped() or team.is_stopping, team=team)
     except BaseException as error:
@@ -166,15 +165,12 @@ def _lead(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -
     return status
 
 
-def _follow(options: IslandOptions, here: HostRank, stopped: Callable[[], bool]) -> int:
+def _follow(options: IslandOptions, team: JaxTeam, stopped: Callable[[], bool]) -> int:
     """Do what the leader of the hosts says until the island ends."""
-    options.log_as(f"host-{here.rank}", options.run)
-    keep_compiled()
     from archipelago.islands.prepared import prepared_for
     from archipelago.islands.team.computing import follow
 
     end_of_imports()
-    team = connected(options, here)
     manifest = team.share_manifest(None, _led(team.exchange(Said()), options).about)
     try:
         prepared = prepared_for(options, manifest, own_task(options, manifest))
