@@ -168,16 +168,17 @@ class RoundMerge:
             config = control.steered(config, state.steered)
         version = of.version - 1  # what the contributions meet
         series, whole = series_of(addends), list[Addend]()
-        for places in series:
+        for each in series:
             if self.spectra is not None:
                 self.spectra.between()  # sums of large fragments take longer than a merger's lease
-            whole.append(summed([addends[i] for i in places], self.groups[of.fragment]))
+            whole.append(summed(each, self.groups[of.fragment]))
         headers = [addend.contribution for addend in whole]
         run_step = state.step + self.manifest.stride  # rounds follow each other by strides of the fastest
-        merged = merge_round(
+        return merge_round(
             fragment,
             state.staleness,
             whole,
+            series,
             version=version,
             groups=self.groups[of.fragment],
             live=live,
@@ -194,9 +195,6 @@ class RoundMerge:
             spectra=self.spectra,
             changes_spectra=median_low([c.steps for c in headers] or [0]) < LONG_SHARE * config.inner.steps,
         )
-        if len(whole) == len(addends):
-            return merged
-        return replace(merged, members=_members_of(merged.members, series, addends))
 
     def advance(
         self,
@@ -214,22 +212,23 @@ class RoundMerge:
 # -- contributions that follow each other ------------------------------------------------------------------------------
 
 
-def series_of(addends: Sequence[Addend]) -> list[list[int]]:
-    """Return the places of contributions that add up to one, in the order of the first of each.
+def series_of(addends: Sequence[Addend]) -> list[list[Addend]]:
+    """Return the contributions that add up to one together, in the order of the first of each.
 
     They are of one process and measured from one version, and each holds what the process did after the one before. So
     their sum is its progress, of which a mean would lose the larger part. They meet in a round if no round has closed
     in between: the island leaves, or no merger has served. Contributions whose sum could exceed NORM_MAX stay apart.
     """
-    found: dict[tuple[str, str, int], list[int]] = {}
-    for i, addend in enumerate(addends):
+    found: dict[tuple[str, str, int], list[Addend]] = {}
+    for addend in addends:
         c = addend.contribution
-        found.setdefault((c.island, c.incarnation, c.base), []).append(i)
-    out = list[list[int]]()
-    for places in found.values():
-        is_bounded = sum(addends[i].norm for i in places) <= merge_rules.NORM_MAX
-        out += [places] if is_bounded else [[i] for i in places]
-    return sorted(out)
+        found.setdefault((c.island, c.incarnation, c.base), []).append(addend)
+    out = list[list[Addend]]()
+    for each in found.values():
+        is_bounded = sum(addend.norm for addend in each) <= merge_rules.NORM_MAX
+        out += [each] if is_bounded else [[addend] for addend in each]
+    places = {addend.entry: place for place, addend in enumerate(addends)}
+    return sorted(out, key=lambda each: places[each[0].entry])
 
 
 def summed(series: Sequence[Addend], groups: tuple[Group, ...]) -> Addend:
@@ -247,32 +246,11 @@ def summed(series: Sequence[Addend], groups: tuple[Group, ...]) -> Addend:
     return Addend(last.entry, contribution, body, *merge_rules.norms(body, groups))
 
 
-def _members_of(
-    whole: Sequence[RoundMember], series: Sequence[Sequence[int]], addends: Sequence[Addend]
-) -> tuple[RoundMember, ...]:
-    """Return each contribution as the tape records it. Those of one sum share its weight by their steps."""
-    found: dict[int, RoundMember] = {}
-    for member, places in zip(whole, series, strict=True):
-        for i in places:
-            c = addends[i].contribution
-            weight = member.weight if len(places) == 1 else member.weight * c.steps / member.steps
-            found[i] = replace(
-                member,
-                sequence=c.sequence,
-                weight=weight,
-                tokens=c.tokens,
-                steps=c.steps,
-                loss=c.loss,
-                entry=addends[i].entry,
-                data=c.data,
-            )
-    return tuple(found[i] for i in range(len(addends)))
-
-
 def merge_round(
     fragment: FragmentState,
     staleness: RunningMean,
     addends: Sequence[Addend],
+    series: Sequence[Sequence[Addend]],
     *,
     version: int,
     groups: tuple[Group, ...],
@@ -294,6 +272,8 @@ def merge_round(
 
     Args:
         staleness: The running mean of staleness factors before the round.
+        addends: What is merged.
+        series: The contributions whose sum each of these is (`series_of`).
         now: The progress of the run; participation is filled in here.
         path: Returns the length of the path that a norm is compared by, from the number of steps that weigh.
         changes_spectra: Whether `isotropic` differs from `rda` in this round.
@@ -307,7 +287,7 @@ def merge_round(
     if not any(final):
         published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
         kept = replace(fragment, published_N=published_N)
-        members = _members(addends, version, final, clips, judged)
+        members = _members(addends, series, version, final, clips, judged)
         return MergedRound(kept, norms, staleness, members, 0.0, judged.scores, seen.credit, difference)
     weighed = weights.weigh(final, [one.staleness for one in sent], config, staleness)
     acc, largest = merge_rules.begin(groups), max(final)
@@ -327,7 +307,7 @@ def merge_round(
     params_N, outer_state = outer_step(outer, fragment, merged_N, now)
     published_N, difference = publish(wire, fragment.published_N, params_N)
     state = FragmentState(params_N, outer_state, published_N)
-    members = _members(addends, version, weighed.shares, clips, judged)
+    members = _members(addends, series, version, weighed.shares, clips, judged)
     return MergedRound(state, norms, weighed.running, members, weighed.gain, judged.scores, seen.credit, difference)
 
 
@@ -351,9 +331,15 @@ def _participation(now: Round, sent: Sequence[Sent], judged: Sequence[float], li
 
 
 def _members(
-    addends: Sequence[Addend], version: int, shares: Sequence[float], clips: Sequence[float], judged: Judgement
+    addends: Sequence[Addend],
+    series: Sequence[Sequence[Addend]],
+    version: int,
+    shares: Sequence[float],
+    clips: Sequence[float],
+    judged: Judgement,
 ) -> tuple[RoundMember, ...]:
-    """Return the contributions as the tape records them."""
+    """Return the contributions as the tape records them. Those of one sum share its weight by their steps."""
+    results = zip(addends, series, shares, clips, judged.values, judged.factors, strict=True)
     return tuple(
         RoundMember(
             island=c.island,
@@ -361,7 +347,7 @@ def _members(
             sequence=c.sequence,
             base=c.base,
             staleness=version - c.base,
-            weight=share,
+            weight=share if len(each) == 1 else share * c.steps / whole.contribution.steps,
             clip=clip,
             tokens=c.tokens,
             steps=c.steps,
@@ -371,9 +357,9 @@ def _members(
             score=score,
             factor=factor,
         )
-        for addend, c, share, clip, score, factor in zip(
-            addends, (a.contribution for a in addends), shares, clips, judged.values, judged.factors, strict=True
-        )
+        for whole, each, share, clip, score, factor in results
+        for addend in each
+        for c in [addend.contribution]
     )
 
 

@@ -65,7 +65,7 @@ def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any)
         Addend(f"entry-{part.contribution.island}", part.contribution, body, *norms(body, settings["groups"]))
         for part, body in zip(parts, bodies, strict=True)
     ]
-    return merge_round(of, RunningMean(running), addends, **settings)
+    return merge_round(of, RunningMean(running), addends, [[addend] for addend in addends], **settings)
 
 
 # -- by hand -------------------------------------------------------------------------------------------------------
