@@ -23,9 +23,8 @@ from archipelago.broker.transport import ReaderClient
 EVENTS_AT_ONCE = 256
 #: How long shard 0 is left alone after it could not be read. It may lie on a server of its own.
 RETRY_SECONDS = 5.0
-#: How long shard 0 waits for the parts of a checkpoint before it begins another one, in seconds between checkpoints. A
-#: checkpoint that stays incomplete doubles the wait.
-PATIENCE, PATIENCE_MAX = 2, 8
+#: How long shard 0 waits for the parts of a checkpoint before it begins another one, in seconds between checkpoints.
+PATIENCE = 8
 #: How often it looks for them meanwhile. They may be in a bucket.
 LOOK_SECONDS = 1.0
 
@@ -132,7 +131,7 @@ class Leading:
         self._number = 0  # the last checkpoint that this merger has begun
         self._has_warned = False
         self._began_at: float | None = None  # while parts of it may be missing
-        self._patience, self._look_at = PATIENCE, float("-inf")
+        self._look_at = float("-inf")
 
     def start(self) -> None:
         """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
@@ -144,18 +143,15 @@ class Leading:
         """Return whether parts of the last checkpoint are still being written, so that no other one should begin.
 
         A merger that still writes cannot take part in the next one. If two of them took turns at that, no checkpoint
-        would ever be complete. A shard that is away, or whose disk fails, cannot be told from a slow one. So the wait
-        ends, and grows until it is long enough for a slow one.
+        would ever be complete. A shard that is away, or whose disk fails, cannot be told from a slow one, so the wait
+        ends.
         """
-        if self._began_at is None or now >= self._began_at + self._patience * every_seconds:
+        if self._began_at is None or now >= self._began_at + PATIENCE * every_seconds:
             return False
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
-            try:
-                if not self._parts.missing(self._number):
-                    self._began_at = None
-            except ArchipelagoError as error:
-                log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
+            if self._missing() == []:
+                self._began_at = None
         return self._began_at is not None
 
     def gave_up(self) -> None:
@@ -164,20 +160,7 @@ class Leading:
 
     def begin(self, number: int, now: float) -> None:
         """Note that a checkpoint begins. Call this before it is announced."""
-        if not self._number or not self._misses_parts():
-            self._patience = PATIENCE
-        elif self._began_at is not None:
-            self._patience = min(2 * self._patience, PATIENCE_MAX)
-        self._began_at, self._look_at = now, float("-inf")
-        self._number = self.announced = number
-
-    def _misses_parts(self) -> bool:
-        """Return whether the last checkpoint is not complete. Log that, once until one is."""
-        try:
-            missing = self._parts.missing(self._number)
-        except ArchipelagoError as error:
-            log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
-            return True
+        missing = self._missing() if self._number else []
         if missing and not self._has_warned:
             log.warning(
                 "checkpoint %s lacks the parts of shards %s, and cannot be restored. Does a merger serve each of "
@@ -186,5 +169,14 @@ class Leading:
                 ", ".join(map(str, missing)),
                 extra={"code": "checkpoint.incomplete"},
             )
-        self._has_warned = bool(missing)
-        return self._has_warned
+        self._has_warned = self._has_warned if missing is None else bool(missing)
+        self._began_at, self._look_at = now, float("-inf")
+        self._number = self.announced = number
+
+    def _missing(self) -> list[int] | None:
+        """Return the shards without a part of the last checkpoint, or None if that cannot be seen now."""
+        try:
+            return list(self._parts.missing(self._number))
+        except ArchipelagoError as error:
+            log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
+            return None
