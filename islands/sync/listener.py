@@ -122,7 +122,7 @@ class Receiver:
             cycles.forget(p)
             self.forgotten += 1  # last, so that no listener takes what is being forgotten for news
 
-        inbox.downloads.built, inbox.forgotten = cycles.add, forget
+        inbox.built, inbox.forgotten = cycles.add, forget
         return _Channel(inbox, cycles)
 
     def arrivals(self, *, consistent: bool) -> list[Arrival]:

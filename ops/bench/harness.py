@@ -163,7 +163,7 @@ OF_ISLAND = {
     f"{_REDIS}.islands:RedisIsland.publish": "upload",
     f"{_REDIS}.reader:RedisReader.difference": "download the difference",
     "archipelago.broker.wire:unpack": "decode and add",
-    f"{_ISLANDS}.connection.downloads:digest_of": "digest of the parameters",
+    f"{_ISLANDS}.connection.inbox:digest_of": "digest of the parameters",
     f"{_ISLANDS}.replica:Replica.prepare": "copy to the device",
     f"{_ISLANDS}.replica:Replica.adopt": "adopt",
 }

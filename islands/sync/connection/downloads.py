@@ -1,20 +1,16 @@
-"""What an island believes of announcements, and downloads of fragments: whole, or by differences."""
+"""What an island has downloaded of a fragment, and what it believes of announcements."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.errors import ConfigError, UnknownRunError, WireError
+from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import ReaderClient
-from archipelago.broker.wire import after_difference, digest_of, newest, payload_bytes_max
-from archipelago.islands.sync.measures import Uplink
-
-log = logging.getLogger(__name__)
+from archipelago.broker.wire import payload_bytes_max
 
 
 @dataclass(frozen=True)
@@ -23,75 +19,6 @@ class Arrival:
 
     snapshot: Snapshot
     params_N: Vector
-
-
-class Downloads:
-    """Reads fragments of a run or shard, and counts their bytes.
-
-    Attributes:
-        built: Called with each version of a fragment that was built, the oldest first. Listeners need all of them.
-    """
-
-    def __init__(self, reader: ReaderClient, manifest: Manifest, uplink: Uplink) -> None:
-        self._reader, self._manifest, self._uplink = reader, manifest, uplink
-        self.built: Callable[[Arrival], object] = lambda arrival: None
-
-    def whole(self, p: int) -> Arrival:
-        """Download the newest full snapshot of a fragment and the differences after it.
-
-        Raises WireError if a payload is missing, or was not announced.
-        """
-        found = newest(self._reader, self._manifest, p)
-        self._uplink.bytes_down += found.bytes
-        if fault := fault_in(found.snapshot, self._manifest):
-            raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
-        if found.before_N is not None:
-            version = found.snapshot.version - 1
-            before = replace(found.snapshot, version=version, round=self._manifest.round_of(version, p), step=0)
-            self.built(Arrival(before, found.before_N))
-        return Arrival(found.snapshot, found.params_N)
-
-    def by_differences(
-        self, held: Arrival, announced: Mapping[int, Snapshot], goes_on: Callable[[], bool]
-    ) -> Arrival | None:
-        """Build the newest announced version from a held one and all differences since.
-
-        Args:
-            held: The version to begin with.
-            announced: The newer versions.
-            goes_on: Called between two downloads. It returns False if the run went back meanwhile.
-
-        Returns:
-            The newest version; None if the full snapshot is smaller, if a difference is missing, or if the result is
-            not what the other islands hold.
-        """
-        chain = differences_after(held.snapshot.version, announced)
-        arrival = held
-        for snapshot in chain:
-            if arrival is not held:
-                if not goes_on():
-                    return None
-                self.built(arrival)
-            found = self._after_difference(snapshot, arrival.params_N)
-            if found is None:
-                return None
-            arrival = found
-        return arrival if chain else None
-
-    def _after_difference(self, snapshot: Snapshot, before_N: Vector) -> Arrival | None:
-        p = snapshot.fragment
-        try:
-            found = after_difference(self._reader, self._manifest, p, snapshot.version, before_N)
-        except WireError as error:
-            log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
-            return None
-        if found is None or found[1] != snapshot.difference_bytes:
-            return None
-        self._uplink.bytes_down += found[1]
-        if digest_of(found[0]) != snapshot.held:
-            log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
-            return None
-        return Arrival(snapshot, found[0])
 
 
 #: The newest header of each fragment; None for one that cannot be read.

@@ -17,11 +17,13 @@ from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
+from archipelago.broker.wire import after_difference, digest_of, newest
 from archipelago.islands.sync.connection.downloads import (
     Arrival,
-    Downloads,
     Heads,
     believable_step,
+    differences_after,
+    fault_in,
     judged,
     last_round,
     require_same_run,
@@ -71,9 +73,10 @@ class Inbox:
         self._fragments, self._interval = manifest.own_fragments, manifest.config.sync.interval
         self._rounds, self._open = manifest.own_rounds, min(manifest.config.sync.window, len(self._fragments))
         self._sends_differences = manifest.config.wire.sends_differences
-        self.downloads = Downloads(self._reader, manifest, uplink)
         #: Brings an arrived fragment to the island's device, in this thread, so that the training thread does not wait.
         self.prepare: Callable[[int, Vector], Any] = lambda p, params_N: params_N
+        #: Called with each version of a fragment that was built, the oldest first. Listeners need all of them.
+        self.built: Callable[[Arrival], object] = lambda arrival: None
         #: Called with each fragment whose built versions may not be those of the run, which went back.
         self.forgotten: Callable[[int], object] = lambda p: None
         self.held: dict[int, Arrival] = {}
@@ -339,20 +342,54 @@ class Inbox:
             return arrival
 
     def _fetched_whole(self, p: int) -> Arrival:
-        """Download the newest version of a fragment in full. Raises WireError."""
-        return self._hold(self.downloads.whole(p))
+        """Download the newest full snapshot of a fragment and the differences after it.
+
+        Raises WireError if a payload is missing, or was not announced.
+        """
+        found = newest(self._reader, self._manifest, p)
+        self._uplink.bytes_down += found.bytes
+        if fault := fault_in(found.snapshot, self._manifest):
+            raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
+        if found.before_N is not None:
+            version = found.snapshot.version - 1
+            before = replace(found.snapshot, version=version, round=self._manifest.round_of(version, p), step=0)
+            self.built(Arrival(before, found.before_N))
+        return self._hold(Arrival(found.snapshot, found.params_N))
 
     def _by_differences(self, p: int) -> Arrival | None:
-        """Build the newest announced version from the held one. Return None if it must be downloaded in full."""
+        """Build the newest announced version of a fragment from the held one and all differences since.
+
+        Return None if it must be downloaded in full: that is smaller, a difference is missing, the run went back
+        meanwhile, or the result is not what the other islands hold.
+        """
         if (held := self.held.get(p)) is None:
             return None
+        arrival = held
+        for snapshot in differences_after(held.snapshot.version, self._announced.get(p, {})):
+            if arrival is not held:
+                self.listen()
+                if self.held.get(p) is not held:
+                    return None
+                self.built(arrival)
+            if (next_N := self._after_difference(snapshot, arrival.params_N)) is None:
+                return None
+            arrival = Arrival(snapshot, next_N)
+        return None if arrival is held else self._hold(arrival)
 
-        def goes_on() -> bool:
-            self.listen()
-            return self.held.get(p) is held
-
-        found = self.downloads.by_differences(held, self._announced.get(p, {}), goes_on)
-        return None if found is None else self._hold(found)
+    def _after_difference(self, snapshot: Snapshot, before_N: Vector) -> Vector | None:
+        p = snapshot.fragment
+        try:
+            found = after_difference(self._reader, self._manifest, p, snapshot.version, before_N)
+        except WireError as error:
+            log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
+            return None
+        if found is None or found[1] != snapshot.difference_bytes:
+            return None
+        self._uplink.bytes_down += found[1]
+        if digest_of(found[0]) != snapshot.held:
+            log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
+            return None
+        return found[0]
 
     def _hold(self, arrival: Arrival) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
@@ -363,7 +400,7 @@ class Inbox:
             self.held[p] = arrival
         self._known[p] = (version, snapshot.digest)
         self._announced[p] = {number: s for number, s in self._announced.get(p, {}).items() if number > version}
-        self.downloads.built(arrival)
+        self.built(arrival)
         return arrival
 
     def _believed(self, snapshot: Snapshot) -> Snapshot:
