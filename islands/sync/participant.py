@@ -17,10 +17,11 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.control import DRAIN, EXPEL
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, Marker, Resume
+from archipelago.broker.messages import Contribution, Event, Marker, Resume
 from archipelago.broker.presence import Heartbeat
 from archipelago.islands.sync.adoption import AnyReplica, Parameters, not_finite
 from archipelago.islands.sync.connection.downloads import Arrival
+from archipelago.islands.sync.connection.heartbeats import Channel
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.ledger import Ledger
@@ -201,25 +202,29 @@ class Participant:
         self.beat("training")
 
     def _process_news(self) -> None:
-        news = self.link.take()
-        for shard, event in news.events:
-            match event:
-                case Resume():
-                    self.ledger.resumed(shard, event.round, self.link.channels[shard].outbox.unresolved_rounds())
-                case Marker(number=number):  # of each shard, at the same number
-                    if number > self._marker and self._on_marker is not None:
-                        self._on_marker(self)
-                    self._marker = number
-                case _:
-                    self.ledger.heard(event)
+        for channel in self.link.channels:
+            events, arrivals = channel.inbox.take()
+            for event in events:
+                self._hear(channel, event)
+            self._arrivals |= {arrival.snapshot.fragment: arrival for arrival in arrivals}
         if self._ranges is not None and (lost := self.link.leases.take_lost()):
             self._ranges.forget(lost)
-        for who in news.asked_by:
+        for who in self.link.giver.take():
             self._hand_over(who)
-        self._arrivals |= {arrival.snapshot.fragment: arrival for arrival in news.arrivals}
         for p in sorted(self._arrivals):
             self.adopt(self._arrivals[p])
             del self._arrivals[p]
+
+    def _hear(self, channel: Channel, event: Event) -> None:
+        match event:
+            case Resume():
+                self.ledger.resumed(channel.shard, event.round, channel.outbox.unresolved_rounds())
+            case Marker(number=number):  # of each shard, at the same number
+                if number > self._marker and self._on_marker is not None:
+                    self._on_marker(self)
+                self._marker = number
+            case _:
+                self.ledger.heard(event)
 
     def _require_finite_loss(self) -> None:
         self.losses.read()

@@ -12,12 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Event
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.shards.transport import shards_of
@@ -39,21 +37,6 @@ HELP_SECONDS = 0.2
 UNREADABLE_TOLD = 64
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class News:
-    """Everything that the link has received since the last step boundary.
-
-    Attributes:
-        events: The announcements of the mergers, each with the shard that it is about. Those of a shard are in order.
-        arrivals: The newest snapshot of each fragment.
-        asked_by: Newcomers to whom this island has promised its inner optimiser state.
-    """
-
-    events: list[tuple[int, Event]]
-    arrivals: list[Arrival]
-    asked_by: list[str]
 
 
 class Link:
@@ -89,7 +72,6 @@ class Link:
         self._changed = threading.Condition()
         self.channels = [self._channel(shard, each) for shard, each in enumerate(shards_of(transport))]
         self.heartbeats = Heartbeats(transport, self.channels, manifest, who, self.uplink, clock, wall, self._changed)
-        self._shard_of = [manifest.shard_layout.shard_of(p + 1) for p in range(len(manifest.fragments))]
         self.leases = IslandLeases(transport, who, ranges)
         self.register_shards = self.leases.register_shards
         self.giver = Giver(transport, who)
@@ -116,18 +98,9 @@ class Link:
 
     def send(self, draft: Draft) -> None:
         """Queue a contribution."""
-        shard = self._shard_of[draft.header.fragment]
+        shard = self.manifest.shard_layout.shard_of(draft.header.round)
         self.channels[shard].outbox.queue(draft)
         self._sending[shard].wake.set()
-
-    def take(self) -> News:
-        """Return what was received since the last call."""
-        news = News([], [], self.giver.take() if self.giver.is_willing else [])
-        for channel in self.channels:
-            events, arrivals = channel.inbox.take()
-            news.events.extend((channel.shard, event) for event in events)
-            news.arrivals.extend(arrivals)
-        return news
 
     @property
     def backlog(self) -> int:

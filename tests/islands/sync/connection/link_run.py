@@ -211,8 +211,8 @@ def send(link: Link, *numbers: int) -> None:
 
 def received(link: Link) -> tuple[list[Event], list[Arrival]]:
     """Return the events and snapshots since the last call."""
-    news = link.take()
-    return [event for _, event in news.events], news.arrivals
+    taken = [channel.inbox.take() for channel in link.channels]
+    return [event for events, _ in taken for event in events], [each for _, arrivals in taken for each in arrivals]
 
 
 def arrived(link: Link) -> dict[int, float]:

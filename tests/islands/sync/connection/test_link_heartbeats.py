@@ -68,15 +68,15 @@ def test_one_other_peer_that_trains_promises_an_answer_and_is_asked_once(harness
     stateless = harness.link("c/w")
     stateless.giver.is_willing = False
     heartbeat(stateless)
-    assert stateless.take().asked_by == []
-    assert [link.take().asked_by for link in links] == [[], []]
+    assert stateless.giver.take() == []
+    assert [link.giver.take() for link in links] == [[], []]
     assert harness.transport.island.open_requests() == ["a/x", "new/z"]
     harness.transport.island.withdraw_request("a/x")
     links[0].pump_handovers()  # A request is read between two heartbeats, too.
-    assert links[0].take().asked_by == ["new/z"]
+    assert links[0].giver.take() == ["new/z"]
     for link in (*links, *links):
         heartbeat(link)
-    assert [link.take().asked_by for link in links] == [[], []]
+    assert [link.giver.take() for link in links] == [[], []]
 
 
 def test_a_promise_whose_reply_is_lost_is_kept(harness: Harness) -> None:
@@ -86,7 +86,7 @@ def test_a_promise_whose_reply_is_lost_is_kept(harness: Harness) -> None:
     harness.faulty.after["promise_answer"] = raising(UnreachableError("connection reset"))
     link.pump()
     link.pump()
-    assert link.take().asked_by == ["new/z"]
+    assert link.giver.take() == ["new/z"]
 
 
 def test_a_flood_of_requests_costs_two_copies_at_a_time_and_one_for_each(harness: Harness) -> None:
@@ -97,7 +97,7 @@ def test_a_flood_of_requests_costs_two_copies_at_a_time_and_one_for_each(harness
     asked: list[str] = []
     for _ in range(10):
         link.pump()
-        found = link.take().asked_by
+        found = link.giver.take()
         assert len(found) <= 2
         asked += found
         for who in found:  # its request is withdrawn and made again
