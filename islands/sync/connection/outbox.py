@@ -28,13 +28,14 @@ _EXPONENT = np.uint16(0x7F80)
 LOST = "lost"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draft:
-    """A measured contribution that the link has yet to encode. Its header lacks the payload's size and digest."""
+    """A measured contribution. Its header lacks the payload's size and digest, which `sent` has once it is encoded."""
 
     header: Contribution
     parts: Parts
     elements: int
+    sent: Sent | None = None
 
     def is_sound(self) -> bool:
         """Return whether no value is NaN or infinite. This waits for the device.
@@ -94,8 +95,6 @@ class Outbox:
         self.is_closed = False
         #: The contributions that the broker has not taken yet.
         self.queued: deque[Draft] = deque()
-        self._encoded: tuple[Draft, Sent] | None = None
-        self._attempted: Sent | None = None  # the one that was published last, successfully or not
         self._sent: dict[str, Sent] = {}  # by identity
         self._merged: deque[Sent] = deque()  # those of them that were merged, in that order
         self._lock = threading.Lock()
@@ -138,10 +137,8 @@ class Outbox:
             self._dequeue()
             return
         self._require_room()
-        if self._encoded is None or self._encoded[0] is not draft:
-            self._encoded = draft, self._encode(draft)
-        sent = self._encoded[1]  # encoded once: a retry must carry the same bytes
-        is_retry, self._attempted = self._attempted is sent, sent
+        is_retry = draft.sent is not None
+        sent = draft.sent = draft.sent or self._encode(draft)  # encoded once: a retry must carry the same bytes
         with self._lock:  # noted first, because the merger's decision may arrive before the broker's acknowledgement
             # A failed attempt may have reached the broker, and the merger may have decided about it since.
             is_decided = is_retry and (sent.identity not in self._sent or sent.merged_in is not None)
