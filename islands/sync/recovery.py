@@ -287,22 +287,18 @@ class Newcomer:
 
         The totals of earlier incarnations go on. What they did and lost was trained, too.
         """
-        island = self.island
-        if (received := self._received()) is not None:
+        island, received, decode = self.island, None, self.island.optimizer.decode
+        try:
+            received = self.wait(decode) if self._asked and decode else None
+        except (BrokerError, WireError) as error:
+            log.warning("no optimiser state from a peer: %s", error.what)
+        if received is not None:
             giver, state = received
             island.use_optimizer(state, f"peer {giver}")
         elif store is not None:
             store.restore(island)
         totals, before = island.totals, self._before
         totals.steps, totals.tokens = max(totals.steps, before.steps), max(totals.tokens, before.tokens)
-
-    def _received(self) -> tuple[str, State] | None:
-        """Wait for a peer's state if one was asked, and return it as `wait` does; None if none can be used."""
-        try:
-            return self.wait(self.island.optimizer.decode) if self._asked and self.island.optimizer.decode else None
-        except (BrokerError, WireError) as error:
-            log.warning("no optimiser state from a peer: %s", error.what)
-            return None
 
     def wait(self, decode: Decode) -> tuple[str, State] | None:
         """Wait for a peer's answer to `ask`, and return its name and its state; None if no peer answered.

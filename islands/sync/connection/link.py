@@ -119,11 +119,6 @@ class Link:
         return frozenset(channel.shard for channel in self.channels if len(channel.outbox.queued) >= window)
 
     @property
-    def undecided(self) -> int:
-        """The number of contributions that the merger has neither merged nor refused yet."""
-        return sum(len(channel.outbox.unresolved_rounds()) for channel in self.channels)
-
-    @property
     def unreadable(self) -> str:
         """The fragments whose newest version could not be read, as a heartbeat names them."""
         found = sorted(p for channel in self.channels for p in list(channel.inbox.unreadable))
@@ -239,8 +234,9 @@ class Link:
 
         The island lives meanwhile, so the merger of a finished run stays.
         """
-        self._await(lambda: not self.undecided, seconds)
-        return self.undecided
+        outboxes = [channel.outbox for channel in self.channels]
+        self._await(lambda: not any(outbox.unresolved_rounds() for outbox in outboxes), seconds)
+        return sum(len(outbox.unresolved_rounds()) for outbox in outboxes)
 
     def _await(self, holds: Callable[[], bool], seconds: float) -> None:
         with self._changed:
