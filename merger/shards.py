@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from functools import partial
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError
@@ -38,26 +37,25 @@ AGAIN_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SeenMergers:
-    """Who serves the run, as one process sees it: how many shards each one has (standbys 0), and which are free."""
-
-    serving: Mapping[str, int]
-    free: frozenset[int]
-
-    def is_below_share(self, own: int, shards: int) -> bool:
-        """Return whether a process that serves `own` of the shards may take one more."""
-        return own < -(-shards // len(self.serving))
-
-    def is_above_share(self, name: str, own: int, shards: int) -> bool:
-        """Return whether the process of that name, which serves `own` of the shards, should hand one over."""
-        least, most = shards // len(self.serving), -(-shards // len(self.serving))
-        others = (count for other, count in self.serving.items() if other != name)
-        return own > most or (own > least and min(others, default=least) < least)
+def share(serving: Mapping[str, int], shards: int) -> int:
+    """Return the most shards that a process may serve, given how many each one serves."""
+    return -(-shards // len(serving))
 
 
-def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float) -> SeenMergers:
-    """Read who serves the run. Shards that are away, and standbys that are silent for longer, are not counted."""
+def is_above_share(name: str, serving: Mapping[str, int], shards: int) -> bool:
+    """Return whether the process of that name should hand a shard over."""
+    own, least = serving[name], shards // len(serving)
+    others = (count for other, count in serving.items() if other != name)
+    return own > share(serving, shards) or (own > least and min(others, default=least) < least)
+
+
+def seen(
+    transports: Sequence[MergerTransport], name: str, silent_seconds: float
+) -> tuple[dict[str, int], frozenset[int]]:
+    """Return how many shards each process serves, standbys 0, and which shards are free.
+
+    Shards that are away, and standbys that are silent for longer, are not counted.
+    """
     serving, free = {name: 0}, set()
     for shard, transport in enumerate(transports):
         try:
@@ -74,7 +72,7 @@ def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float
             serving[status.holder] = serving.get(status.holder, 0) + 1
         else:
             free.add(shard)
-    return SeenMergers(serving, frozenset(free))
+    return serving, frozenset(free)
 
 
 class Sharing:
@@ -83,16 +81,16 @@ class Sharing:
     def __init__(self, mergers: Sequence[Merger], clock: Clock = time.monotonic) -> None:
         self._mergers, self._clock = mergers, clock
         self._name, self._lease_seconds = mergers[0].holder, mergers[0].lease_seconds
-        #: What `look` found; None before the first time, and after a shard was handed over.
-        self._seen: SeenMergers | None = None
+        #: How many shards each process serves; None before the first look, and after a shard was handed over.
+        self._serving: Mapping[str, int] | None = None
         self._free_since: dict[int, float] = {}
 
     def look(self) -> None:
         """Read who serves the run."""
-        found = seen([merger.transport for merger in self._mergers], self._name, self._lease_seconds)
+        serving, free = seen([merger.transport for merger in self._mergers], self._name, self._lease_seconds)
         now = self._clock()
-        self._free_since = {shard: self._free_since.get(shard, now) for shard in found.free}
-        self._seen = found
+        self._free_since = {shard: self._free_since.get(shard, now) for shard in free}
+        self._serving = serving
 
     @property
     def served(self) -> list[int]:
@@ -100,21 +98,20 @@ class Sharing:
 
     def may_take(self, shard: int) -> bool:
         """Return whether to take that shard if it is free."""
-        found = self._seen
-        if found is None:
+        if self._serving is None:
             return False
         free_seconds = self._clock() - self._free_since.get(shard, self._clock())
         is_left = free_seconds > FREE_LEASES * self._lease_seconds
-        return is_left or found.is_below_share(len(self.served), len(self._mergers))
+        return is_left or len(self.served) < share(self._serving, len(self._mergers))
 
     def is_to_hand_over(self, shard: int) -> bool:
         """Return whether to hand that shard over. One shard is handed over at a time, and none while one is free."""
-        found, served = self._seen, self.served
-        if found is None or found.free or shard != served[-1]:
+        serving, served = self._serving, self.served
+        if serving is None or self._free_since or shard != served[-1]:
             return False
-        if not found.is_above_share(self._name, len(served), len(self._mergers)):
+        if not is_above_share(self._name, {**serving, self._name: len(served)}, len(self._mergers)):
             return False
-        self._seen = None
+        self._serving = None
         return True
 
 

@@ -25,7 +25,7 @@ from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.transport import create, of_shard
 from archipelago.merger.service import Merger
-from archipelago.merger.shards import SeenMergers, Sharing, seen, serve_shards
+from archipelago.merger.shards import Sharing, is_above_share, seen, serve_shards, share
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
@@ -50,17 +50,17 @@ class Processes:
         self.holders: dict[int, str] = {}
         self.handed = 0
 
-    def seen(self) -> SeenMergers:
-        free = frozenset(range(self.shards)) - self.holders.keys()
-        return SeenMergers(dict.fromkeys(self.names, 0) | Counter(self.holders.values()), free)
+    def serving(self) -> dict[str, int]:
+        return dict.fromkeys(self.names, 0) | Counter(self.holders.values())
 
     def turn(self, name: str) -> bool:
         """Let one process act, and return whether it did."""
-        found, own = self.seen(), sorted(k for k, holder in self.holders.items() if holder == name)
-        if found.free and found.is_below_share(len(own), self.shards):
-            self.holders[min(found.free)] = name
+        serving, own = self.serving(), sorted(k for k, holder in self.holders.items() if holder == name)
+        free = frozenset(range(self.shards)) - self.holders.keys()
+        if free and len(own) < share(serving, self.shards):
+            self.holders[min(free)] = name
             return True
-        if not found.free and own and found.is_above_share(name, len(own), self.shards):
+        if not free and own and is_above_share(name, serving, self.shards):
             del self.holders[own[-1]]
             self.handed += 1
             return True
@@ -88,7 +88,7 @@ def test_processes_that_come_and_go_settle_on_equal_shares(shards: int, changes:
         else:
             all_.names.append(f"p{born}")
         all_.settle()
-        counts = [all_.seen().serving[name] for name in all_.names]
+        counts = [all_.serving()[name] for name in all_.names]
         assert sum(counts) == shards
         assert max(counts) - min(counts) <= 1
     assert all_.handed <= shards * len(changes)
@@ -250,8 +250,8 @@ def test_a_shard_that_nobody_takes_is_taken_in_the_end(home: RedisTransport) -> 
     clock.now = 11.0
     assert sharing.may_take(1)
     sharing.look()
-    assert seen(shards, "me", 5.0) == SeenMergers({"me": 1, "other": 0}, frozenset({1}))
-    assert seen(shards, "me", 0.0) == SeenMergers({"me": 1}, frozenset({1})), "silent standbys do not count"
+    assert seen(shards, "me", 5.0) == ({"me": 1, "other": 0}, frozenset({1}))
+    assert seen(shards, "me", 0.0) == ({"me": 1}, frozenset({1})), "silent standbys do not count"
     assert mergers[1].acquire()
     sharing.look()
     assert sharing.is_to_hand_over(1)
