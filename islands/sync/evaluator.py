@@ -226,7 +226,16 @@ class Evaluator:
         # An evaluation takes a while, and rounds close meanwhile. Counters go on when an island is killed.
         tokens = self._merged_tokens() if found.round else 0
         measured = self._measure(found.vectors, stopped)
-        return self._record(measured, found.round, found.step, tokens) if measured else None
+        if measured is None:
+            return None
+        unit, by = loss_unit(self._manifest.corpus), self._who.partition("/")[0]
+        log.info("round %s: %s", found.round, measured.describe(unit), extra={"round": found.round})
+        evaluation = Evaluation(found.round, found.step, tokens, self._wall(), measured.bits, by)
+        self._transport.reader.record_evaluation(evaluation)
+        if self._curves is not None:
+            loss = unit.from_evaluation(measured.bits)
+            self._curves.put(found.step, {"held_out_loss": loss, "accuracy": measured.accuracy, "round": found.round})
+        return evaluation
 
     def _holds_lease(self) -> bool:
         return self._transport.island.lease_evaluation(self._who, LEASE_SECONDS)
@@ -265,17 +274,6 @@ class Evaluator:
             # Only another slice needs the lease. One that took longer than a lease still counts if it was the last.
             goes_on, began = not stopped() and self._holds_lease(), time.perf_counter()
         return mean_of(found)
-
-    def _record(self, measured: Measures, number: int, step: int, tokens: int) -> Evaluation:
-        unit = loss_unit(self._manifest.corpus)
-        loss = unit.from_evaluation(measured.bits)
-        log.info("round %s: %s", number, measured.describe(unit), extra={"round": number})
-        by = self._who.partition("/")[0]
-        found = Evaluation(number, step, tokens, self._wall(), measured.bits, by)
-        self._transport.reader.record_evaluation(found)
-        if self._curves is not None:
-            self._curves.put(step, {"held_out_loss": loss, "accuracy": measured.accuracy, "round": number})
-        return found
 
 
 def _attempt(what: str, call: Callable[[], T]) -> T | None:
