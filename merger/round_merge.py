@@ -289,7 +289,8 @@ def merge_round(
         kept = replace(fragment, published_N=published_N)
         members = _members(addends, series, version, final, clips, judged)
         return MergedRound(kept, norms, staleness, members, 0.0, judged.scores, seen.credit, difference)
-    weighed = weights.weigh(final, [one.staleness for one in sent], config, staleness)
+    shares = weights.shares(final)
+    gain, staleness = weights.gain(shares, [one.staleness for one in sent], config, staleness)
     acc, largest = merge_rules.begin(groups), max(final)
     relative = [
         weight / largest for weight in final
@@ -301,14 +302,14 @@ def merge_round(
             acc = merge_rules.accumulate(acc, addend.body, groups, addend.norms, weight=weight, clip=clip)
             norms = weights.with_norm(norms, one.norm * clip)
     merged_N = merge_rules.finish(
-        acc, groups, total_weight=sum(relative), gain=weighed.gain, spectra=spectra, changes_spectra=changes_spectra
+        acc, groups, total_weight=sum(relative), gain=gain, spectra=spectra, changes_spectra=changes_spectra
     )
     now = _participation(now, sent, judged.factors, live)
     params_N, outer_state = outer_step(outer, fragment, merged_N, now)
     published_N, difference = publish(wire, fragment.published_N, params_N)
     state = FragmentState(params_N, outer_state, published_N)
-    members = _members(addends, series, version, weighed.shares, clips, judged)
-    return MergedRound(state, norms, weighed.running, members, weighed.gain, judged.scores, seen.credit, difference)
+    members = _members(addends, series, version, shares, clips, judged)
+    return MergedRound(state, norms, staleness, members, gain, judged.scores, seen.credit, difference)
 
 
 def _sent(addends: Sequence[Addend], version: int, path: Callable[[int], float], seen: SeenWork) -> list[Sent]:

@@ -72,21 +72,6 @@ class RunningMean(NamedTuple):
         return RunningMean(self.value + (1.0 - RUNNING_DECAY) * (mean_staleness_factor - self.value))
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """The weights of one round.
-
-    Attributes:
-        shares: The share of each part in [0, 1]; they sum to one.
-        gain: The factor on the merged outer gradient, in (0, GAIN_MAX].
-        running: The running mean for the next round.
-    """
-
-    shares: tuple[float, ...]
-    gain: float
-    running: RunningMean
-
-
 def shares(weights: Sequence[float]) -> list[float]:
     """Return each weight's part of their sum. Not all are zero. A single weight gets exactly 1.0.
 
@@ -143,21 +128,20 @@ def final(sent: Sequence[Sent], factors: Sequence[float], config: MergeConfig) -
     return [weight * factor for weight, factor in zip(own, lowered, strict=True)]
 
 
-def weigh(weights: Sequence[float], staleness: Sequence[int], config: MergeConfig, running: RunningMean) -> Weighed:
-    """Return the shares and the gain of one round.
+def gain(
+    of_round: Sequence[float], staleness: Sequence[int], config: MergeConfig, running: RunningMean
+) -> tuple[float, RunningMean]:
+    """Return the factor on the merged outer gradient, in (0, GAIN_MAX], and the running mean for the next round.
+
+    It is the mean s over the running mean of earlier rounds. The mean s is weighted by the weights without s. When
+    `config.normalise` is off, the gain is the mean s itself, so stale rounds take smaller steps.
 
     Args:
-        weights: The final weights of the contributions, not all 0.
-
-    The gain is the mean s over the running mean of earlier rounds, at most GAIN_MAX. The mean s is weighted by the
-    weights without s. When `config.normalise`
-    is off, the gain is the mean s itself, so stale rounds take smaller steps.
+        of_round: The share of each contribution.
     """
-    of_round = shares(weights)
     s = [STALENESS[config.staleness](each) for each in staleness]
     mean = math.fsum(of_round) / math.fsum(share / factor for share, factor in zip(of_round, s, strict=True))
-    gain = min(mean / running.value, GAIN_MAX) if config.normalise else mean
-    return Weighed(tuple(of_round), gain, running.after(mean))
+    return min(mean / running.value, GAIN_MAX) if config.normalise else mean, running.after(mean)
 
 
 # -- clipping ------------------------------------------------------------------------------------------------------

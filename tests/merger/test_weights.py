@@ -40,10 +40,10 @@ from archipelago.merger.weights import (
     RunningMean,
     capped,
     final,
+    gain,
     limit,
     path,
     shares,
-    weigh,
     with_norm,
 )
 from tests.tiers import examples
@@ -111,20 +111,20 @@ def test_weigh_by_hand() -> None:
     assert final(sent_, [1.0, 1.0], CONFIG) == [100.0, 50.0]
     assert final(sent_, [0.5, 0.0], CONFIG) == [50.0, 0.0]
     assert final(sent_, [1.0, 1.0], replace(CONFIG, share_cap=1.0)) == [50.0, 50.0]
-    weighed = weigh([100.0, 50.0], [0, 3], CONFIG, RunningMean(0.8))
-    assert weighed.shares == pytest.approx((2 / 3, 1 / 3), rel=1e-15)
+    assert shares([100.0, 50.0]) == pytest.approx([2 / 3, 1 / 3], rel=1e-15)
+    found, running = gain([2 / 3, 1 / 3], [0, 3], CONFIG, RunningMean(0.8))
     # The mean of s by raw weight is (100·1 + 100·½) / 200 = 0.75, against a running mean of 0.8.
-    assert weighed.gain == pytest.approx(0.75 / 0.8, rel=1e-15)
-    assert weighed.running.value == pytest.approx(0.95 * 0.8 + 0.05 * 0.75, rel=1e-14)
+    assert found == pytest.approx(0.75 / 0.8, rel=1e-15)
+    assert running.value == pytest.approx(0.95 * 0.8 + 0.05 * 0.75, rel=1e-14)
     # Raw weights 300 and 100, s = 1 and ½: (300 + 50) / 400 = 0.875; unweighted it would be 0.75.
-    assert weigh([300.0, 50.0], [0, 3], CONFIG, RunningMean()).gain == pytest.approx(0.875, rel=1e-15)
+    assert gain(shares([300.0, 50.0]), [0, 3], CONFIG, RunningMean())[0] == pytest.approx(0.875, rel=1e-15)
 
 
 def test_gains_are_relative_to_the_running_mean_and_clamped() -> None:
     off = replace(CONFIG, normalise=False)
-    assert weigh([50.0], [3], off, RunningMean(0.5)).gain == 0.5
-    assert weigh([50.0], [3], CONFIG, RunningMean(0.5)).gain == 1.0
-    assert weigh([50.0], [0], CONFIG, RunningMean(0.1)).gain == GAIN_MAX == 2.0
+    assert gain([1.0], [3], off, RunningMean(0.5))[0] == 0.5
+    assert gain([1.0], [3], CONFIG, RunningMean(0.5))[0] == 1.0
+    assert gain([1.0], [0], CONFIG, RunningMean(0.1))[0] == GAIN_MAX == 2.0
     running = RunningMean()
     for _ in range(20):
         running = running.after(0.5)
