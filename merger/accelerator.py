@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from queue import SimpleQueue
 from typing import Final
@@ -52,7 +53,8 @@ class Accelerator:
     def __init__(self, platform: str = "cuda", otherwise: Callable[[], Power | None] = by_xla) -> None:
         self._platform, self._otherwise = platform, otherwise
         self._lock = threading.Lock()  # of what follows
-        self._helper: _Helper | None = None
+        self._process: BaseProcess | None = None  # while it is used
+        self._lanes = SimpleQueue[_Lane]()
         self._is_tried = False
         self._refused: set[tuple[int, ...]] = set()  # shapes that are not tried again
 
@@ -62,60 +64,28 @@ class Accelerator:
             if not self._is_tried:
                 self._is_tried = True
                 self._start()
-        return self._power if self._helper else self._otherwise()
+        return self._power if self._process else self._otherwise()
 
     def _start(self) -> None:
         from archipelago.merger.xla_spectra import has_same_bits
 
-        helper: _Helper | None = None
         try:
-            helper = _Helper(self._platform)
-            if has_same_bits(helper.changed, f"JAX on {self._platform}"):
-                self._helper = helper
-            else:
-                helper.end()
+            context = get_context("spawn")
+            pipes = [context.Pipe() for _ in range(LANES)]
+            theirs = [their for _, their in pipes]
+            process = context.Process(target=_serve, args=(theirs, self._platform), name="spectra", daemon=True)
+            process.start()
+            self._process = process
+            for own, their in pipes:
+                their.close()
+                self._lanes.put(_Lane(own, process.pid))
+            if not has_same_bits(self._changed, f"JAX on {self._platform}"):
+                self._end()
         except (OSError, EOFError, RuntimeError) as error:
-            self._end(helper, error)
+            self._failed(error)
 
-    def _power(self, matrix_RC: Matrix, exponent: float) -> Matrix:
-        if (helper := self._helper) and matrix_RC.shape not in self._refused:
-            try:
-                return helper.changed(matrix_RC, exponent)
-            except _RefusedError as error:
-                what = "%s refuses matrices of %d × %d (%s), so this processor changes them"
-                log.warning(what, self._platform, *matrix_RC.shape, error)
-                self._refused.add(matrix_RC.shape)
-            except (OSError, EOFError, RuntimeError) as error:
-                with self._lock:
-                    if self._helper is helper:  # other threads find the same
-                        self._helper = None
-                        self._end(helper, error)
-        otherwise = self._otherwise()
-        return (otherwise or with_power)(matrix_RC, exponent)
-
-    def _end(self, helper: _Helper | None, error: Exception) -> None:
-        what = "the process for spectra on %s failed (%s), so this processor changes them"
-        log.warning(what, self._platform, str(error) or "it has ended")
-        if helper:
-            helper.end()
-
-
-class _Helper:
-    """The process. While it changes one matrix, others are on their way."""
-
-    def __init__(self, platform: str) -> None:
-        context = get_context("spawn")
-        pipes = [context.Pipe() for _ in range(LANES)]
-        theirs = [their for _, their in pipes]
-        self._process = context.Process(target=_serve, args=(theirs, platform), name="spectra", daemon=True)
-        self._process.start()
-        self._lanes = SimpleQueue[_Lane]()
-        for own, their in pipes:
-            their.close()
-            self._lanes.put(_Lane(own, self._process.pid))
-
-    def changed(self, matrix_RC: Matrix, exponent: float) -> Matrix:
-        """Return what the process computes, from any thread.
+    def _changed(self, matrix_RC: Matrix, exponent: float) -> Matrix:
+        """Return what the process computes, from any thread. While it changes one matrix, others are on their way.
 
         Raises:
             OSError, EOFError: It has ended.
@@ -127,8 +97,30 @@ class _Helper:
         finally:
             self._lanes.put(lane)
 
-    def end(self) -> None:
-        self._process.kill()
+    def _power(self, matrix_RC: Matrix, exponent: float) -> Matrix:
+        if self._process and matrix_RC.shape not in self._refused:
+            try:
+                return self._changed(matrix_RC, exponent)
+            except _RefusedError as error:
+                what = "%s refuses matrices of %d × %d (%s), so this processor changes them"
+                log.warning(what, self._platform, *matrix_RC.shape, error)
+                self._refused.add(matrix_RC.shape)
+            except (OSError, EOFError, RuntimeError) as error:
+                with self._lock:
+                    if self._process:  # other threads find the same
+                        self._failed(error)
+        otherwise = self._otherwise()
+        return (otherwise or with_power)(matrix_RC, exponent)
+
+    def _failed(self, error: Exception) -> None:
+        what = "the process for spectra on %s failed (%s), so this processor changes them"
+        log.warning(what, self._platform, str(error) or "it has ended")
+        self._end()
+
+    def _end(self) -> None:
+        if self._process:
+            self._process.kill()
+        self._process = None
 
 
 class _Lane:

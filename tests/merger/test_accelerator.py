@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -58,14 +57,14 @@ def test_a_machine_without_an_accelerator_says_so_and_goes_on(caplog: pytest.Log
     assert "on none failed" in caplog.text
 
 
-class OnAThread(accelerator._Helper):
-    """A helper that answers on a thread of this process, so that a test can replace its accelerator."""
+class OnAThread(Accelerator):
+    """An accelerator that answers on a thread of this process, so that a test can replace its device."""
 
-    def __init__(self, platform: str) -> None:
+    def _start(self) -> None:
         own, their = multiprocessing.Pipe()
         threading.Thread(target=accelerator._answer, args=(their,), daemon=True).start()
-        self._lanes = SimpleQueue[accelerator._Lane]()
         self._lanes.put(accelerator._Lane(own, os.getpid()))
+        self._process = multiprocessing.current_process()
 
 
 def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
@@ -78,7 +77,6 @@ def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
             raise MemoryError("no room")
         return with_power(matrix_RC, exponent)
 
-    monkeypatch.setattr(accelerator, "_Helper", OnAThread)
     monkeypatch.setattr(xla_spectra, "on_device", lambda device: power)
     here = list[tuple[int, ...]]()
 
@@ -86,7 +84,7 @@ def test_a_shape_that_the_accelerator_refuses_is_changed_here_and_others_there(
         here.append(matrix_RC.shape)
         return with_power(matrix_RC, exponent)
 
-    changing = Accelerator("cpu", otherwise=lambda: this)()
+    changing = OnAThread("cpu", otherwise=lambda: this)()
     assert changing is not None
     for matrix_RC in (large, small, large, small):
         np.testing.assert_array_equal(changing(matrix_RC, 0.0), with_power(matrix_RC, 0.0))
