@@ -201,20 +201,16 @@ class Rounds:
                 continue
             if len(found.answered) >= quorum:
                 found.quorum_at = now
-                found.grace_seconds = self._grace_seconds(live)
-
-    def _grace_seconds(self, live: AbstractSet[str]) -> float:
-        stride = fastest_step_seconds(self.step_seconds, live) * self._stride
-        return grace_seconds(self.config.grace, slack(len(self._window), stride, self._state.timing))
+                stride = fastest_step_seconds(self.step_seconds, live) * self._stride
+                found.grace_seconds = grace_seconds(self.config.grace, len(self._window), stride, self._state.timing)
 
 
-def slack(window: int, stride_seconds: float, timing: RoundTiming) -> float:
-    """Return Eq. 3, τ·T_step − (T_quorum + T_sync), which is negative when rounds are late. Unmeasured times are 0."""
-    return window * stride_seconds - ((timing.quorum_seconds or 0.0) + (timing.sync_seconds or 0.0))
+def grace_seconds(gamma: float, window: int, stride_seconds: float, timing: RoundTiming) -> float:
+    """Return the longest that a round stays open after its quorum, γ · max(0, slack), up to GRACE_SECONDS_MAX.
 
-
-def grace_seconds(gamma: float, slack: float) -> float:
-    """Return the longest that a round stays open after its quorum, γ · max(0, slack), up to GRACE_SECONDS_MAX."""
+    The slack of Eq. 3, τ·T_step − (T_quorum + T_sync), is negative when rounds are late. Unmeasured times are 0.
+    """
+    slack = window * stride_seconds - ((timing.quorum_seconds or 0.0) + (timing.sync_seconds or 0.0))
     return min(gamma * max(0.0, slack), GRACE_SECONDS_MAX)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack
+from archipelago.merger.rounds import Close, Rounds, grace_seconds
 from archipelago.merger.state import RoundTiming, RunState
 from tests import samples
 
@@ -283,9 +283,7 @@ def test_the_first_sample_sets_the_average_and_the_next_ones_move_it() -> None:
 
 def test_slack_and_grace_by_hand() -> None:
     timing = RoundTiming(quorum_seconds=3.0, sync_seconds=1.5)
-    assert slack(2, 4.0, timing) == 3.5  # 2·4 − (3 + 1.5)
-    assert grace_seconds(0.9, slack(2, 4.0, timing)) == pytest.approx(3.15)
-    assert slack(1, 4.0, timing) == -0.5
-    assert grace_seconds(0.9, -0.5) == 0.0
-    assert slack(2, 4.0, RoundTiming()) == 8.0
-    assert slack(2, 4.0, RoundTiming(sync_seconds=1.0)) == 7.0
+    assert grace_seconds(0.9, 2, 4.0, timing) == pytest.approx(0.9 * 3.5)  # 2·4 − (3 + 1.5)
+    assert grace_seconds(0.9, 1, 4.0, timing) == 0.0
+    assert grace_seconds(1.0, 2, 4.0, RoundTiming()) == 8.0
+    assert grace_seconds(1.0, 2, 4.0, RoundTiming(sync_seconds=1.0)) == 7.0
