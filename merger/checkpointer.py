@@ -109,12 +109,9 @@ class Checkpointer:
             self.copier.start(newest)
         elif self.copier is not None:
             self.copier.say_again()
-        if self.parts is not None:
-            self.parts.start()
-        if self.following is not None:
-            self.following.start()
-        if self.leading is not None:
-            self.leading.start()
+        for each in (self.parts, self.following, self.leading):
+            if each is not None:
+                each.start()
         if self.recorder is None:
             return
         if closed == 0:

@@ -112,24 +112,21 @@ class MergerFolder:
             transport, self.store, recorder, every_seconds, spawn, copier, parts, leading, following, copies=copies
         )
 
+    def _in_bucket(self) -> set[int]:
+        """Return the checkpoints that the bucket has, or nothing without one. Raises BucketError."""
+        return set(self._bundles.numbers()) if self._bundles else set()
+
     def _missing(self, number: int) -> list[int]:
         """Return the shards that have no part of a checkpoint, here or in the bucket."""
-        return [k for k, part in enumerate(self._parts) if not part._has(number)]
-
-    def _has(self, number: int) -> bool:
-        is_here = number in self.store.numbers()
-        return is_here or (self._bundles is not None and number in self._bundles.numbers())
-
-    def _complete_in_bucket(self) -> list[int]:
-        """Return the newest checkpoint of which the bucket has the parts of all shards, if there is one."""
-        held = [set(part._bundles.numbers()) for part in self._parts if part._bundles]
-        return sorted(set.intersection(*held))[-1:]
+        parts = enumerate(self._parts)
+        return [k for k, part in parts if number not in part.store.numbers() and number not in part._in_bucket()]
 
     def _copier(self, manifest: Manifest) -> Copier:
         assert self._bundles is not None  # noqa: S101
 
-        def besides() -> list[int]:
-            return [*self.store.later(), *(self._complete_in_bucket() if len(self._parts) > 1 else ())]
+        def besides() -> list[int]:  # of a run with several shards, also the newest of which the bucket has all parts
+            complete = set.intersection(*(part._in_bucket() for part in self._parts)) if len(self._parts) > 1 else ()
+            return [*self.store.later(), *sorted(complete)[-1:]]
 
         copier = Copier(self._bundles, self.store.folder, _about(manifest), self.store.keep, besides)
         self.store.held = copier.held
@@ -140,7 +137,7 @@ class MergerFolder:
         if self._bundles is None or not (numbers := self.store.numbers()):
             return 0
         with suppress(BucketError):
-            return 0 if numbers[-1] in self._bundles.numbers() else numbers[-1]
+            return 0 if numbers[-1] in self._in_bucket() else numbers[-1]
         return numbers[-1]
 
     def newest(self) -> Sequence[Image]:
@@ -172,7 +169,7 @@ class MergerFolder:
         )
 
     def _numbers(self) -> set[int]:
-        return {*self.store.numbers(), *(self._bundles.numbers() if self._bundles else ())}
+        return {*self.store.numbers(), *self._in_bucket()}
 
     def _read(self, number: int) -> Image:
         if self._bundles is not None and number not in self.store.numbers():
