@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from archipelago.broker.codecs import Codec, Parts
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.islands.sync.arrays import DeviceLayout, Rows, Tensors, spec
-from archipelago.islands.sync.slices import Segment, SlicePlan, Spread, TensorAxes, plan_slices
+from archipelago.islands.sync.slices import SlicePlan, Spread, TensorAxes, plan_slices
 
 
 @cache
@@ -48,44 +49,31 @@ def _axes(there: Sharding | None) -> TensorAxes:
 
 
 def compiled_measure(rows: Rows, codec: str, devices: DeviceLayout) -> Any:
-    """Return the program that encodes a fragment where its shards lie, and moves its references."""
+    """Return the program that encodes a fragment where its shards lie, and moves its references.
+
+    It returns the codec's arrays of all devices along the plan's axes.
+    """
     mesh = devices.mesh
     assert mesh is not None  # noqa: S101
-    chosen, plan = codec_of(codec), slice_plan(rows, devices, codec)
+    plan = slice_plan(rows, devices, codec)
+    encode: Any = partial(_encode_pieces, codec_of(codec), plan)
+    spread = {one.tensor.name: one for one in plan.spread}
+    if spread:
+        places = {t.name: spec(spread[t.name].axes) if t.name in spread else spec() for t, _ in rows}
+        outs = spec(plan.axes), places
+        encode = jax.shard_map(encode, mesh=mesh, in_specs=(places,), out_specs=outs, check_vma=False)
 
     def measure(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
         values = {tensor.name: reference[tensor.name] - part[tensor.name].astype(jnp.float32) for tensor, _ in rows}
-        parts, restored = encode(chosen, plan, mesh, values)
+        pieces = values | {name: _rows(mesh, one, values[name]) for name, one in spread.items()}
+        parts, restored = encode(pieces)
+        restored |= {name: _whole(mesh, one, restored[name]) for name, one in spread.items()}
         return parts, {name: reference[name] - restored[name] for name in values}
 
     # The leader of several hosts sends what all of them have encoded.
     is_here = all(device.process_index == jax.process_index() for device in mesh.devices.flat)
     encoded = NamedSharding(mesh, spec(plan.axes) if plan.axes and is_here else spec())
     return jax.jit(measure, out_shardings=(encoded, devices.by_name(rows)))
-
-
-def encode(
-    chosen: Codec, plan: SlicePlan, mesh: Mesh, values: Mapping[str, jax.Array]
-) -> tuple[Parts, dict[str, jax.Array]]:
-    """Encode a fragment where its shards lie.
-
-    Args:
-        mesh: The devices.
-        values: The float32 values of each tensor.
-
-    Returns:
-        The codec's arrays of all devices along the plan's axes; and each tensor as the receiver will read it.
-    """
-    if not plan.spread:
-        return _encode_pieces(chosen, plan, dict(values))
-    spread = {one.tensor.name: spec(one.axes) for one in plan.spread}
-    places = {name: spread.get(name, spec()) for name in values}
-    pieces = {**values, **{one.tensor.name: _rows(mesh, one, values[one.tensor.name]) for one in plan.spread}}
-    parts, restored = jax.shard_map(
-        partial(_encode_pieces, chosen, plan), mesh=mesh, in_specs=(places,), out_specs=(spec(plan.axes), places),
-        check_vma=False,
-    )(pieces)  # fmt: skip
-    return parts, {**restored, **{one.tensor.name: _whole(mesh, one, restored[one.tensor.name]) for one in plan.spread}}
 
 
 def _constrained(values: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -179,32 +167,31 @@ def _with_edges(one: Spread, blocks: jax.Array, edges: jax.Array) -> jax.Array:
     return out[: one.length]
 
 
+@dataclass(frozen=True, eq=False)
 class AssembledPart:
-    """One of a codec's arrays, whose pieces were encoded on several devices. The host puts them together."""
+    """One of a codec's arrays, whose pieces were encoded on several devices. The host puts them together.
 
-    def __init__(self, index: int, chosen: Codec, plan: SlicePlan, encoded: jax.Array) -> None:
-        """Note what the devices have encoded.
+    Attributes:
+        index: Which of the codec's arrays it is.
+        encoded: This array of all devices along the plan's axes.
+    """
 
-        Args:
-            index: Which of the codec's arrays it is.
-            encoded: This array of all devices along the plan's axes.
-        """
-        self._index, self._codec, self._plan, self._encoded = index, chosen, plan, encoded
+    index: int
+    codec: Codec
+    plan: SlicePlan
+    encoded: jax.Array
 
     def block_until_ready(self) -> AssembledPart:
         """Wait for the devices."""
-        self._encoded.block_until_ready()
+        self.encoded.block_until_ready()
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Wait for the copies, and return the array."""
-        by_device = np.asarray(self._encoded).reshape(self._plan.devices, -1)
-        return np.concatenate([self._piece(by_device, segment) for segment in self._plan.segments])
+        by_device = np.asarray(self.encoded).reshape(self.plan.devices, -1)
 
-    def _piece(self, by_device: np.ndarray[Any, Any], segment: Segment) -> np.ndarray[Any, Any]:
-        block = self._codec.block
-        first, end = (
-            self._codec.layout(count * block)[self._index][0]
-            for count in (segment.first, segment.first + segment.blocks)
-        )
-        return by_device[segment.device, first:end]
+        def at(blocks: int) -> int:
+            return self.codec.layout(blocks * self.codec.block)[self.index][0]
+
+        segments = self.plan.segments
+        return np.concatenate([by_device[s.device, at(s.first) : at(s.first + s.blocks)] for s in segments])
