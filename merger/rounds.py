@@ -21,11 +21,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Call, Contribution
-from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
+from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.merger.claims import SILENT_ROUNDS
 from archipelago.merger.state import ACCOUNTS_MAX, RoundTiming, RunState
 
@@ -232,22 +232,30 @@ def fastest_step_seconds(reported: Mapping[str, float], live: AbstractSet[str]) 
 # -- the islands that rounds wait for ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Sighting:
+class Sighting(NamedTuple):
     """What the merger saw of one island's heartbeats.
 
     Attributes:
-        age_seconds: Its age when the merger last looked, by the broker's clock.
+        presence: The newest heartbeat, and its age by the broker's clock when the merger last looked.
         arrived_at: When the merger last noticed that a heartbeat had arrived.
         first_at: When the merger first saw the island.
         first_round: How many rounds had closed at that time.
     """
 
-    heartbeat: Heartbeat
-    age_seconds: float
+    presence: Presence
     arrived_at: float
     first_at: float
     first_round: int
+
+    @property
+    def island(self) -> str:
+        return self.presence.heartbeat.island
+
+    def updated(self, presence: Presence, now: float) -> Sighting:
+        """Return what the merger has seen when it looks again."""
+        # The age of a heartbeat grows until the next one arrives, which also says that the same text was written again.
+        is_same = presence.heartbeat == self.presence.heartbeat and presence.age_seconds >= self.presence.age_seconds
+        return self._replace(presence=presence, arrived_at=self.arrived_at if is_same else now)
 
 
 class Liveness:
@@ -282,42 +290,28 @@ class Liveness:
         live = []
         for presence in presences:
             island = presence.heartbeat.island
-            sighting = self._sightings[island] = _updated(before.get(island), presence, now, closed)
+            first = before.get(island) or Sighting(presence, now, now, closed)
+            sighting = self._sightings[island] = first.updated(presence, now)
             if presence.is_training and now - sighting.arrived_at < LIVE_SECONDS:
                 live.append(sighting)
         counted = self._counted(live, now, closed)
-        self.idle = frozenset(s.heartbeat.island for s in live) - counted
+        self.idle = frozenset(s.island for s in live) - counted
         return counted
 
     def _counted(self, live: Sequence[Sighting], now: float, closed: int) -> frozenset[str]:
-        known = [s for s in live if self._is_heard(s, now, closed)]
-        new = [s for s in live if s.heartbeat.island not in self._heard and self._counts(s, now, closed)]
-        new.sort(key=lambda s: (s.first_at, s.heartbeat.island))
-        chosen = known + new[: max(NEWCOMERS_MIN, len(known))]
-        return frozenset(s.heartbeat.island for s in chosen)
-
-    def _is_heard(self, sighting: Sighting, now: float, closed: int) -> bool:
-        """Return whether the island has contributed, and not too long ago."""
-        heard = self._heard.get(sighting.heartbeat.island)
-        return heard is not None and self._counts(sighting, now, closed, *heard)
+        heard = [(s, self._heard.get(s.island)) for s in live]
+        known = [s for s, last in heard if last is not None and self._counts(s, now, closed, *last)]
+        new = [s for s, last in heard if last is None and self._counts(s, now, closed)]
+        new.sort(key=lambda s: (s.first_at, s.island))
+        return frozenset(s.island for s in known + new[: max(NEWCOMERS_MIN, len(known))])
 
     def _counts(self, sighting: Sighting, now: float, closed: int, heard_round: int = 0, heard_at: float = 0.0) -> bool:
         """Return whether an island counts that was seen first, or has contributed last, then."""
-        step, at = sighting.heartbeat.step_seconds, max(heard_at, sighting.first_at)
+        step, at = sighting.presence.heartbeat.step_seconds, max(heard_at, sighting.first_at)
         if closed - max(heard_round, sighting.first_round) > SILENT_ROUNDS:
             return now - at < min(max(SILENT_SECONDS, SILENT_STEPS * step), SILENT_SECONDS_MAX)
         at = max(at, self._waits_since)
         return now - at < min(max(SILENT_SECONDS_MAX, SILENT_STRIDES * self._stride * step), GRACE_SECONDS_MAX)
-
-
-def _updated(before: Sighting | None, presence: Presence, now: float, closed: int) -> Sighting:
-    beat, age = presence.heartbeat, presence.age_seconds
-    if before is None:
-        return Sighting(beat, age, now, now, closed)
-    # The age of a heartbeat grows until the next one arrives, which also says that the same text was written again.
-    has_arrived = beat != before.heartbeat or age < before.age_seconds
-    arrived_at = now if has_arrived else before.arrived_at
-    return Sighting(beat, age, arrived_at, before.first_at, before.first_round)
 
 
 def put_bounded(values: dict[str, Any], island: str, value: Any) -> None:
