@@ -48,17 +48,12 @@ _IDLE = 1e-9
 _ROUNDING = 1e-9
 
 
-def _none(staleness: int) -> float:
-    return 1.0
-
-
-def _polynomial(staleness: int) -> float:
-    return float((1.0 + staleness) ** -0.5)
-
-
 #: The staleness factor s in (0, 1] by name, from the staleness τ in versions. `none`: 1. `polynomial`: (1 + τ)^−½, from
-#: FedAsync (arXiv 1903.03934). To add one, write a function here and add its name to `MergeConfig.staleness`.
-STALENESS: dict[str, Callable[[int], float]] = {"none": _none, "polynomial": _polynomial}
+#: FedAsync (arXiv 1903.03934). To add one, write it here and add its name to `MergeConfig.staleness`.
+STALENESS: dict[str, Callable[[int], float]] = {
+    "none": lambda staleness: 1.0,
+    "polynomial": lambda staleness: float((1.0 + staleness) ** -0.5),
+}
 
 
 class RunningMean(NamedTuple):
