@@ -72,7 +72,7 @@ def _newest_marker(reader: ReaderClient, after: str, marker: Marker | None = Non
 
 
 class Parts:
-    """The parts of the run's newest checkpoint, as the merger of any shard sees them.
+    """The parts of the run's newest checkpoint, as the merger of any shard sees them; and when shard 0 begins another.
 
     It knows them from what each shard has announced. So a merger that takes a shard over knows what the one before had
     done. A shard has ended only with all others: shard 0 may take one more checkpoint, which needs a part of it.
@@ -85,11 +85,16 @@ class Parts:
     def __init__(self, readers: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]) -> None:
         self._readers, self._missing = readers, missing
         self._whole = 0  # the last checkpoint that was complete
+        self._announced = 0  # the newest one that shard 0 has announced
+        self._number = 0  # the last one that this merger has begun
+        self._has_warned = False
+        self._look_at = float("-inf")
         self.start()
 
     def start(self) -> None:
         """Forget what was announced, because the merger has loaded its shard, maybe from another Redis."""
         self._read: list[tuple[str, Marker | None]] = [(START, None)] * len(self._readers)
+        self._began_at: float | None = None  # while parts of the last checkpoint may be missing
 
     def lacks(self) -> bool:
         """Return whether the newest checkpoint lacks a part, or rounds of a shard.
@@ -116,28 +121,17 @@ class Parts:
         except BrokerError:
             return True
 
+    # -- when the merger of shard 0 begins a checkpoint ---------------------------------------------------------------
 
-class Leading:
-    """When the merger of shard 0 begins a checkpoint, and how long it waits for the parts of the last one.
+    def announced(self) -> int:
+        """Return the newest checkpoint that shard 0 has announced. Raises ArchipelagoError.
 
-    Attributes:
-        announced: The newest checkpoint that was announced. Its number is not used again: it may have failed here, and
-            other shards have parts of it.
-    """
-
-    def __init__(self, primary: ReaderClient, parts: Parts) -> None:
-        self.announced = 0
-        self._primary, self._parts = primary, parts
-        self._number = 0  # the last checkpoint that this merger has begun
-        self._has_warned = False
-        self._began_at: float | None = None  # while parts of it may be missing
-        self._look_at = float("-inf")
-
-    def start(self) -> None:
-        """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
-        self._began_at = None
-        newest = _newest_marker(self._primary, START)[1]
-        self.announced = max(self.announced, newest.number if newest else 0)
+        Its number is not used again: it may have failed here, and other shards have parts of it.
+        """
+        self._read[0] = _newest_marker(self._readers[0], *self._read[0])
+        marker = self._read[0][1]
+        self._announced = max(self._announced, marker.number if marker else 0)
+        return self._announced
 
     def is_waiting(self, now: float, every_seconds: float) -> bool:
         """Return whether parts of the last checkpoint are still being written, so that no other one should begin.
@@ -150,7 +144,7 @@ class Leading:
             return False
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
-            if self._missing() == []:
+            if self._missing_now() == []:
                 self._began_at = None
         return self._began_at is not None
 
@@ -160,7 +154,7 @@ class Leading:
 
     def begin(self, number: int, now: float) -> None:
         """Note that a checkpoint begins. Call this before it is announced."""
-        missing = self._missing() if self._number else []
+        missing = self._missing_now() if self._number else []
         if missing and not self._has_warned:
             log.warning(
                 "checkpoint %s lacks the parts of shards %s, and cannot be restored. Does a merger serve each of "
@@ -171,12 +165,12 @@ class Leading:
             )
         self._has_warned = self._has_warned if missing is None else bool(missing)
         self._began_at, self._look_at = now, float("-inf")
-        self._number = self.announced = number
+        self._number = self._announced = number
 
-    def _missing(self) -> list[int] | None:
+    def _missing_now(self) -> list[int] | None:
         """Return the shards without a part of the last checkpoint, or None if that cannot be seen now."""
         try:
-            return list(self._parts.missing(self._number))
+            return list(self.missing(self._number))
         except ArchipelagoError as error:
             log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
             return None

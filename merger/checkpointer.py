@@ -25,7 +25,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, is_digest
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Following, Leading, Parts
+from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Following, Parts
 from archipelago.merger.committing import full_state
 from archipelago.merger.executor import Spawn
 from archipelago.merger.record import Recorder
@@ -62,8 +62,7 @@ class Checkpointer:
 
     Attributes:
         parts: In a run with several shards, what is known of all of them.
-        leading: In shard 0 of such a run, when it begins a checkpoint.
-        following: In any other shard, the announcements of shard 0, which decides when a checkpoint is taken.
+        following: In a further shard, the announcements of shard 0, which decides when a checkpoint is taken.
         cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`, and announces that. `asked` is
             the operator's request that the checkpoint answers. The merger sets it.
         manifest: The run or the shard, once it is loaded.
@@ -81,13 +80,12 @@ class Checkpointer:
         spawn: Spawn,
         copier: Copier | None = None,
         parts: Parts | None = None,
-        leading: Leading | None = None,
         following: Following | None = None,
         *,
         copies: bool = False,
     ) -> None:
         self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
-        self.parts, self.leading, self.following = parts, leading, following
+        self.parts, self.following = parts, following
         self.every_seconds = every_seconds
         self._spawn = spawn
         self._job: Future[CheckpointCut] | None = None
@@ -109,7 +107,7 @@ class Checkpointer:
             self.copier.start(newest)
         elif self.copier is not None:
             self.copier.say_again()
-        for each in (self.parts, self.following, self.leading):
+        for each in (self.parts, self.following):
             if each is not None:
                 each.start()
         if self.recorder is None:
@@ -159,7 +157,12 @@ class Checkpointer:
             self._due_at = now + self.every_seconds
         if self._job is not None or now < (self._urgent_at if urgent else self._due_at):
             return False
-        return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)
+        return self._leading is None or not self._leading.is_waiting(now, self.every_seconds)
+
+    @property
+    def _leading(self) -> Parts | None:
+        """The parts of a run with several shards, if this is shard 0, which decides when they are written."""
+        return self.parts if self.following is None else None
 
     def has_all(self, state: RunState, now: float) -> bool:
         """Return whether a checkpoint holds all rounds of all shards, and none of them has anything left to merge.
@@ -190,11 +193,11 @@ class Checkpointer:
         """Cut the run, tell the islands, and start writing the checkpoint."""
         try:
             number = self.store.next_number()
+            announced = self._leading.announced() if self._leading else 0
         except ArchipelagoError as error:
             self._failed(error, now)
             return
         copied = self.copier.newest if self.copier else -1
-        announced = self.leading.announced if self.leading else 0
         # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
         # checkpoint for another round.
         self._begin(max(number, copied + 1, announced + 1, state.closed), now)
@@ -213,8 +216,8 @@ class Checkpointer:
             self._begin(number, now)
 
     def _begin(self, number: int, now: float) -> None:
-        if self.leading is not None:
-            self.leading.begin(number, now)
+        if self._leading is not None:
+            self._leading.begin(number, now)
         cut = self.cut(number, self._asked)
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut))
@@ -237,7 +240,7 @@ class Checkpointer:
         if self._asked:
             state.control[CHECKPOINT], self._asked = self._asked, ""
             if self.following is None:
-                what = "shard 0" if self.leading else "the run"
+                what = "shard 0" if self._leading else "the run"
                 self._news.append(("checkpoint", f"checkpoint {found.number} holds {what} up to round {closed}"))
         if self._trouble:
             self._trouble = ""
@@ -278,8 +281,8 @@ class Checkpointer:
                 self.copier.close()
 
     def _failed(self, error: Exception, now: float) -> None:
-        if self.leading is not None:
-            self.leading.gave_up()
+        if self._leading is not None:
+            self._leading.gave_up()
         self._due_at = self._urgent_at = now + RETRY_SECONDS
         trouble = re.sub(r"\d+", "", str(error))  # each try has another number
         again = trouble == self._trouble

@@ -88,12 +88,12 @@ class MergerFolder:
     ) -> Checkpointer:
         """Return a checkpointer that writes here; it also writes the record if the run has one."""
         # This loads JAX, which readers of this folder do not need.
-        from archipelago.merger.checkpoint_cut import Following, Leading, Parts
+        from archipelago.merger.checkpoint_cut import Following, Parts
         from archipelago.merger.checkpointer import Checkpointer
 
         recorder = self.recorder if manifest.config.record else None
         copier = self._copier(manifest) if self._bundles else None
-        parts = leading = following = None
+        parts = following = None
         if manifest.shards > 1:
             # Other servers, and the bucket, may hang.
             aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
@@ -106,10 +106,10 @@ class MergerFolder:
             every = [reader(k) for k in range(manifest.shards)]
             parts = Parts(every, lambda number: listed(lambda: self._missing(number), number))
             # A reader of its own, because one that reads from two positions in turn takes replayed events for new ones.
-            leading, following = (None, Following(reader(0))) if own else (Leading(every[0], parts), None)
+            following = Following(reader(0)) if own else None
         copies, spawn = spawn is None, spawn or in_background("checkpoint", 1)
         return Checkpointer(
-            transport, self.store, recorder, every_seconds, spawn, copier, parts, leading, following, copies=copies
+            transport, self.store, recorder, every_seconds, spawn, copier, parts, following, copies=copies
         )
 
     def _in_bucket(self) -> set[int]:

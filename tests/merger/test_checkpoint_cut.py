@@ -25,7 +25,6 @@ from archipelago.merger.checkpoint_cut import (
     PATIENCE,
     RETRY_SECONDS,
     Following,
-    Leading,
     Parts,
 )
 from archipelago.merger.executor import at_once
@@ -108,10 +107,6 @@ def parts_of(shards: Sequence[Shard], written: Container[int] = ()) -> Parts:
     return Parts([cast(ReaderClient, shard) for shard in shards], missing)
 
 
-def leading(parts: Parts, home: Shard | None = None) -> Leading:
-    return Leading(cast(ReaderClient, home or Shard()), parts)
-
-
 def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
     home, other, written = Shard(), Shard(), set[int]()
     parts = parts_of([home, other], written)
@@ -148,7 +143,7 @@ def test_a_checkpoint_that_was_complete_is_not_looked_for_again() -> None:
 
 def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
     written = set[int]()
-    leader = leading(parts_of([Shard()], written))
+    leader = parts_of([Shard()], written)
     assert not leader.is_waiting(0.0, 30.0)
     leader.begin(1, 0.0)
     assert leader.is_waiting(30.0, 30.0)
@@ -170,16 +165,14 @@ def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
 
 def test_a_number_that_was_announced_is_not_used_again() -> None:
     home = Shard()
-    leader = leading(parts_of([home]), home)
-    leader.start()
-    assert leader.announced == 0
+    leader = parts_of([home])
+    assert leader.announced() == 0
     home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
-    leader.start()
-    assert leader.announced == 9
+    assert leader.announced() == 9
     leader.begin(12, 0.0)
     home.announced.clear()  # a Redis that died may have lost them
     leader.start()
-    assert leader.announced == 12
+    assert leader.announced() == 12
 
 
 def test_the_end_waits_for_what_other_shards_have_to_merge() -> None:
