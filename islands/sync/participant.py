@@ -44,7 +44,6 @@ class Participant:
 
     Attributes:
         optimizer_origin: The origin of the inner optimiser's state, in words.
-        bytes_before: The bytes that earlier incarnations of the island have sent, and those that they have received.
         stretch: The steps of a contribution as a share of the run's interval (a moving average).
         tokens_per_step: The tokens of an inner step, for display.
         run_steps: The length of the run for the learning rate's schedule. It follows the operator's at the next
@@ -91,7 +90,7 @@ class Participant:
         self.speed, self.losses, self.totals = Speed(), Losses(), Totals()
         for arrival in arrivals:
             self.ledger.adopted(arrival.snapshot, keeps_progress=False)
-        self.optimizer_origin, self.bytes_before = "fresh", (0, 0)
+        self.optimizer_origin = "fresh"
         self.stretch = self.tokens_per_step = 0.0
         self.run_steps = config.inner.steps
         for channel in link.channels:
@@ -342,8 +341,8 @@ class Participant:
             sent=uplink.contributions,
             refused=ledger.refused,
             last_refusal=ledger.last_refusal,
-            bytes_up=self.bytes_before[0] + uplink.bytes_up,
-            bytes_down=self.bytes_before[1] + uplink.bytes_down,
+            bytes_up=link.heartbeats.first.bytes_up + uplink.bytes_up,
+            bytes_down=link.heartbeats.first.bytes_down + uplink.bytes_down,
             link=link.pumps.trouble or unserved or uplink.in_words or "ok",
             data=self.positions,
             optimizer_origin=self.optimizer_origin,

@@ -29,7 +29,6 @@ from archipelago.broker.messages import Handover
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest, is_digest
-from archipelago.islands.sync.measures import Totals
 
 if TYPE_CHECKING:
     from archipelago.islands.checkpoint import IslandStore
@@ -239,10 +238,6 @@ class Giver:
             self._states.popleft()
 
 
-#: The largest total that an island takes over from its last heartbeat.
-TOTAL_MAX = 1 << 60
-
-
 class Newcomer:
     """The start of one incarnation. Call `ask` before its first heartbeat, and `complete` after compilation."""
 
@@ -256,31 +251,19 @@ class Newcomer:
         """Store the parts, and contact no peer. `complete` waits up to `seconds` for a peer's answer."""
         self.transport, self.island = transport, island
         self.seconds, self.pause = seconds, pause
+        self.who = f"{island.name}/{island.incarnation}"
         self._asked = False
-        self._before = Totals()  # totals of earlier incarnations, from their last heartbeat
-
-    @property
-    def who(self) -> str:
-        """The island and its incarnation."""
-        return f"{self.island.name}/{self.island.incarnation}"
 
     def ask(self, *, wants_state: bool = True) -> None:
         """Look for peers, and ask them for optimiser state unless the run is at its beginning."""
         island = self.island
+        wants_state = wants_state and island.optimizer.decode is not None and island.ledger.global_step > 0
         try:
-            presences = self.transport.reader.presences()
-            wants_state = wants_state and island.optimizer.decode is not None
-            if wants_state and island.ledger.global_step and peers(presences, island.name):
+            if wants_state and peers(self.transport.reader.presences(), island.name):
                 self.transport.island.request_state(self.who)
                 self._asked = True
         except BrokerError as error:
             log.warning("no peer can be asked for optimiser state: %s", error.what)
-            return
-        for beat in (presence.heartbeat for presence in presences):
-            if beat.island == island.name:
-                # Anyone may have written this heartbeat. Larger totals could not be reported any more.
-                self._before = Totals(min(beat.steps, TOTAL_MAX), min(beat.tokens, TOTAL_MAX))
-                island.bytes_before = min(beat.bytes_up, TOTAL_MAX), min(beat.bytes_down, TOTAL_MAX)
 
     def complete(self, store: IslandStore | None = None) -> None:
         """Take the inner optimiser's state of a peer, else the own one of a store, else begin with fresh state.
@@ -297,7 +280,7 @@ class Newcomer:
             island.use_optimizer(state, f"peer {giver}")
         elif store is not None:
             store.restore(island)
-        totals, before = island.totals, self._before
+        totals, before = island.totals, island.link.heartbeats.first
         totals.steps, totals.tokens = max(totals.steps, before.steps), max(totals.tokens, before.tokens)
 
     def wait(self, decode: Decode) -> tuple[str, State] | None:

@@ -30,6 +30,8 @@ from archipelago.islands.sync.measures import Uplink
 
 #: What a heartbeat says may be this old when it is sent. So an island of short steps need not describe itself at each.
 FRESH_SECONDS = 0.05
+#: The largest total that an island takes over from its last heartbeat.
+TOTAL_MAX = 1 << 60
 #: How often the warning is repeated while no merger serves.
 REMIND_SECONDS = 60.0
 
@@ -96,7 +98,8 @@ class Heartbeats:
     """The heartbeats and notes of one island.
 
     Attributes:
-        first: The first heartbeat. Its fields about the process and the machine do not change.
+        first: The first heartbeat. Its fields about the process and the machine do not change. Its totals are those of
+            the incarnation before.
         alive_at: When the loop said last that it goes on.
         stall_seconds: A loop has stalled if it asks for no heartbeat for this long. No peer waits for it then.
         is_replaced: Whether a newer process has taken this island's name over. The island leaves, and sends nothing
@@ -179,6 +182,11 @@ class Heartbeats:
         self._set_run_steps(requests)
         if self.name:  # a rehearsal has none
             self._claim = self._transport.island.claim_name(self.name, self.first.incarnation)
+            beats = [presence.heartbeat for presence in self._transport.reader.presences()]
+            for beat in (beat for beat in beats if beat.island == self.name):
+                # Anyone may have written this heartbeat. Larger totals could not be reported any more.
+                fields = ("steps", "tokens", "bytes_up", "bytes_down")
+                self.first = replace(self.first, **{name: min(getattr(beat, name), TOTAL_MAX) for name in fields})
 
     def begin(self) -> None:
         """Note whether the run is served when the island has joined it."""
@@ -189,17 +197,8 @@ class Heartbeats:
 
     def tell_unreadable(self, unreadable: str) -> None:
         """Tell the mergers which fragments this island cannot read while it joins, so that they write them again."""
-        if not self.name:
-            return
-        beat = replace(self.first, unreadable=unreadable)
-        for before in (presence.heartbeat for presence in self._transport.reader.presences()):
-            if before.island == self.name:  # an earlier incarnation, whose totals stay
-                beat = replace(
-                    beat,
-                    steps=before.steps, tokens=before.tokens, bytes_up=before.bytes_up, bytes_down=before.bytes_down,
-                )  # fmt: skip
-        for channel in self._channels:
-            channel.transport.island.heartbeat(beat)
+        for channel in self._channels if self.name else ():
+            channel.transport.island.heartbeat(replace(self.first, unreadable=unreadable))
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
