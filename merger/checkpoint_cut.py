@@ -31,36 +31,6 @@ LOOK_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-class Following:
-    """The markers of shard 0, as the merger of another shard reads them.
-
-    A marker that was missed stays missed: the shard may have merged since then what its part must not hold.
-    """
-
-    def __init__(self, primary: ReaderClient) -> None:
-        self._primary = primary
-        self._after = ""  # the last announcement that was read; empty while that is unknown
-        self._retry_at = float("-inf")
-
-    def start(self) -> None:
-        """Skip all earlier markers, because the merger has loaded its shard and does not know what it holds."""
-        self._after, self._retry_at = "", float("-inf")
-
-    def newest(self, now: float) -> int | None:
-        """Return the number of the newest checkpoint that was announced since the last call; None if there is none."""
-        if now < self._retry_at:
-            return None
-        try:
-            if not self._after:
-                self._after = self._primary.last_event()
-            self._after, marker = _newest_marker(self._primary, self._after)
-            return marker.number if marker else None
-        except BrokerError as error:
-            log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
-            self._after, self._retry_at = "", now + RETRY_SECONDS
-            return None
-
-
 def _newest_marker(reader: ReaderClient, after: str, marker: Marker | None = None) -> tuple[str, Marker | None]:
     """Return the last announcement after that one, and the newest marker among them, or else that one."""
     while found := reader.events(after, 0.0, EVENTS_AT_ONCE):
@@ -72,7 +42,7 @@ def _newest_marker(reader: ReaderClient, after: str, marker: Marker | None = Non
 
 
 class Parts:
-    """The parts of the run's newest checkpoint, as the merger of any shard sees them; and when shard 0 begins another.
+    """The parts of the run's newest checkpoint, as the merger of a shard sees them, and when that takes another one.
 
     It knows them from what each shard has announced. So a merger that takes a shard over knows what the one before had
     done. A shard has ended only with all others: shard 0 may take one more checkpoint, which needs a part of it.
@@ -80,10 +50,13 @@ class Parts:
     Args:
         readers: One for each shard.
         missing: Returns the shards without a part of the checkpoint of that number.
+
+    Attributes:
+        follows: Whether this is a further shard, which takes the checkpoints that shard 0 announces.
     """
 
-    def __init__(self, readers: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]) -> None:
-        self._readers, self._missing = readers, missing
+    def __init__(self, readers: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]], shard: int) -> None:
+        self._readers, self._missing, self.follows = readers, missing, shard > 0
         self._whole = 0  # the last checkpoint that was complete
         self._announced = 0  # the newest one that shard 0 has announced
         self._number = 0  # the last one that this merger has begun
@@ -95,6 +68,8 @@ class Parts:
         """Forget what was announced, because the merger has loaded its shard, maybe from another Redis."""
         self._read: list[tuple[str, Marker | None]] = [(START, None)] * len(self._readers)
         self._began_at: float | None = None  # while parts of the last checkpoint may be missing
+        self._followed: int | None = None  # the last checkpoint that shard 0 had announced; None while that is unknown
+        self._retry_at = float("-inf")
 
     def lacks(self) -> bool:
         """Return whether the newest checkpoint lacks a part, or rounds of a shard.
@@ -120,6 +95,25 @@ class Parts:
             return any(reader.backlog() for reader in self._readers)
         except BrokerError:
             return True
+
+    def followed(self, now: float) -> int | None:
+        """Return the number of the newest checkpoint that shard 0 has announced since the last call, if there is one.
+
+        A marker that was missed stays missed: the shard may have merged since then what its part must not hold. So
+        those before the first call after a load or an error are skipped.
+        """
+        if now < self._retry_at:
+            return None
+        before, self._followed = self._followed, None
+        try:
+            self._read[0] = _newest_marker(self._readers[0], *self._read[0])
+        except BrokerError as error:
+            log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
+            self._retry_at = now + RETRY_SECONDS
+            return None
+        marker = self._read[0][1]
+        self._followed = marker.number if marker else 0
+        return None if before in (None, self._followed) else self._followed
 
     # -- when the merger of shard 0 begins a checkpoint ---------------------------------------------------------------
 

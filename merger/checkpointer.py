@@ -25,7 +25,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, is_digest
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Following, Parts
+from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Parts
 from archipelago.merger.committing import full_state
 from archipelago.merger.executor import Spawn
 from archipelago.merger.record import Recorder
@@ -62,7 +62,6 @@ class Checkpointer:
 
     Attributes:
         parts: In a run with several shards, what is known of all of them.
-        following: In a further shard, the announcements of shard 0, which decides when a checkpoint is taken.
         cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`, and announces that. `asked` is
             the operator's request that the checkpoint answers. The merger sets it.
         manifest: The run or the shard, once it is loaded.
@@ -80,12 +79,11 @@ class Checkpointer:
         spawn: Spawn,
         copier: Copier | None = None,
         parts: Parts | None = None,
-        following: Following | None = None,
         *,
         copies: bool = False,
     ) -> None:
         self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
-        self.parts, self.following = parts, following
+        self.parts = parts
         self.every_seconds = every_seconds
         self._spawn = spawn
         self._job: Future[CheckpointCut] | None = None
@@ -107,9 +105,8 @@ class Checkpointer:
             self.copier.start(newest)
         elif self.copier is not None:
             self.copier.say_again()
-        for each in (self.parts, self.following):
-            if each is not None:
-                each.start()
+        if self.parts is not None:
+            self.parts.start()
         if self.recorder is None:
             return
         if closed == 0:
@@ -130,7 +127,7 @@ class Checkpointer:
             is_last: The run is finished.
             is_crowded: Much in Redis waits for a checkpoint.
         """
-        if self.following is not None:
+        if self._follows:
             return
         is_asked = asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
         is_end = is_last and not (self.parts and self.parts.has_backlog())
@@ -160,9 +157,14 @@ class Checkpointer:
         return self._leading is None or not self._leading.is_waiting(now, self.every_seconds)
 
     @property
+    def _follows(self) -> bool:
+        """Whether this is a further shard of the run, for which shard 0 decides."""
+        return self.parts is not None and self.parts.follows
+
+    @property
     def _leading(self) -> Parts | None:
         """The parts of a run with several shards, if this is shard 0, which decides when they are written."""
-        return self.parts if self.following is None else None
+        return None if self._follows else self.parts
 
     def has_all(self, state: RunState, now: float) -> bool:
         """Return whether a checkpoint holds all rounds of all shards, and none of them has anything left to merge.
@@ -208,7 +210,7 @@ class Checkpointer:
         Call this after contributions were read, and before any of them is accepted. An island that has taken its part
         of the checkpoint has heard of the announcement. So if any of these was sent after that, we hear of it now, too.
         """
-        number = self.following.newest(now) if self.following else None
+        number = self.parts.followed(now) if self.parts and self.parts.follows else None
         if number is not None and self._job is not None:
             log.debug("shard without a part of checkpoint %s: the last one is still being written", number)
         elif number is not None:
@@ -239,7 +241,7 @@ class Checkpointer:
         state.covered = max(state.covered, closed)
         if self._asked:
             state.control[CHECKPOINT], self._asked = self._asked, ""
-            if self.following is None:
+            if not self._follows:
                 what = "shard 0" if self._leading else "the run"
                 self._news.append(("checkpoint", f"checkpoint {found.number} holds {what} up to round {closed}"))
         if self._trouble:
@@ -258,7 +260,7 @@ class Checkpointer:
         """
         if not self.lacks(state):
             return
-        if self.following is None:
+        if not self._follows:
             self.take(state, clock())
             return
         for _ in range(MARKER_TRIES):

@@ -88,12 +88,12 @@ class MergerFolder:
     ) -> Checkpointer:
         """Return a checkpointer that writes here; it also writes the record if the run has one."""
         # This loads JAX, which readers of this folder do not need.
-        from archipelago.merger.checkpoint_cut import Following, Parts
+        from archipelago.merger.checkpoint_cut import Parts
         from archipelago.merger.checkpointer import Checkpointer
 
         recorder = self.recorder if manifest.config.record else None
         copier = self._copier(manifest) if self._bundles else None
-        parts = following = None
+        parts = None
         if manifest.shards > 1:
             # Other servers, and the bucket, may hang.
             aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
@@ -104,13 +104,9 @@ class MergerFolder:
                 return found if k == own else cast(ReaderClient, BoundedReader(found, aside))
 
             every = [reader(k) for k in range(manifest.shards)]
-            parts = Parts(every, lambda number: listed(lambda: self._missing(number), number))
-            # A reader of its own, because one that reads from two positions in turn takes replayed events for new ones.
-            following = Following(reader(0)) if own else None
+            parts = Parts(every, lambda number: listed(lambda: self._missing(number), number), own)
         copies, spawn = spawn is None, spawn or in_background("checkpoint", 1)
-        return Checkpointer(
-            transport, self.store, recorder, every_seconds, spawn, copier, parts, following, copies=copies
-        )
+        return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, parts, copies=copies)
 
     def _in_bucket(self) -> set[int]:
         """Return the checkpoints that the bucket has, or nothing without one. Raises BucketError."""

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.commits import START, Image
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Event, Marker
@@ -24,7 +24,6 @@ from archipelago.merger.checkpoint_cut import (
     LOOK_SECONDS,
     PATIENCE,
     RETRY_SECONDS,
-    Following,
     Parts,
 )
 from archipelago.merger.executor import at_once
@@ -48,9 +47,6 @@ class Shard:
             raise UnreachableError("away")
         return value
 
-    def last_event(self) -> str:
-        return str(self._answer(f"{len(self.announced)}-0" if self.announced else START))
-
     def events(self, after: str, block_seconds: float, count: int) -> list[tuple[str, Event]]:
         assert block_seconds == 0.0
         start = int(after.partition("-")[0])
@@ -64,11 +60,10 @@ class Shard:
         return int(self._answer(self.waiting))
 
 
-def following(home: Shard) -> Following:
+def following(home: Shard) -> Parts:
     """Return what follows the markers of shard 0 after a merger has loaded."""
-    follower = Following(cast(ReaderClient, home))
-    follower.start()
-    assert follower.newest(0.0) is None
+    follower = parts_of([home, Shard()], shard=1)
+    assert follower.followed(0.0) is None
     return follower
 
 
@@ -76,14 +71,14 @@ def test_markers_are_followed_once_from_the_load_of_the_merger_on() -> None:
     home = Shard()
     follower = following(home)
     home.announced += [Call(1, 0), Marker(3, 0), Call(2, 0)]
-    assert [follower.newest(0.0) for _ in range(2)] == [3, None]
+    assert [follower.followed(0.0) for _ in range(2)] == [3, None]
     home.announced += [Marker(4, 0), *[Call(3, 0)] * EVENTS_AT_ONCE, Marker(5, 0)]
-    assert follower.newest(0.0) == 5
+    assert follower.followed(0.0) == 5
     home.announced.append(Marker(6, 0))
     follower.start()
-    assert follower.newest(0.0) is None, "it was announced before the merger has loaded"
+    assert follower.followed(0.0) is None, "it was announced before the merger has loaded"
     home.announced.append(Marker(7, 0))
-    assert follower.newest(0.0) == 7
+    assert follower.followed(0.0) == 7
 
 
 def test_markers_are_missed_while_shard_0_is_away_and_it_is_asked_rarely() -> None:
@@ -91,20 +86,20 @@ def test_markers_are_missed_while_shard_0_is_away_and_it_is_asked_rarely() -> No
     follower = following(home)
     home.is_away = True
     home.announced.append(Marker(3, 0))
-    assert follower.newest(1.0) is None
+    assert follower.followed(1.0) is None
     calls, home.is_away = home.calls, False
-    assert follower.newest(1.0 + RETRY_SECONDS / 2) is None
+    assert follower.followed(1.0 + RETRY_SECONDS / 2) is None
     assert home.calls == calls
-    assert follower.newest(1.0 + RETRY_SECONDS) is None, "what was merged meanwhile may be later than the marker"
+    assert follower.followed(1.0 + RETRY_SECONDS) is None, "what was merged meanwhile may be later than the marker"
     home.announced.append(Marker(4, 0))
-    assert follower.newest(1.0 + RETRY_SECONDS) == 4
+    assert follower.followed(1.0 + RETRY_SECONDS) == 4
 
 
-def parts_of(shards: Sequence[Shard], written: Container[int] = ()) -> Parts:
+def parts_of(shards: Sequence[Shard], written: Container[int] = (), shard: int = 0) -> Parts:
     def missing(number: int) -> list[int]:
         return [] if number in written else [1]
 
-    return Parts([cast(ReaderClient, shard) for shard in shards], missing)
+    return Parts([cast(ReaderClient, each) for each in shards], missing, shard)
 
 
 def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
