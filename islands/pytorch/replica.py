@@ -67,7 +67,7 @@ class TorchReplica:
         """Adopt a fragment's snapshot by the run's rule, in place, and return the parameters."""
         rows = self.layout[fragment]
         with torch.no_grad():
-            own_N, reference_N = self.rule.adopt(
+            own_N, reference_N = self.rule(
                 self._placed(fragment, new_N), _flatten(rows, params), self.references[fragment]
             )
             _write(rows, params, own_N)

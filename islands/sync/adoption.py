@@ -12,7 +12,7 @@ To add a rule, write the function, register it in `RULES` and name it in `AdoptC
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.errors import DivergedError
@@ -21,18 +21,6 @@ from archipelago.broker.errors import DivergedError
 Array = Any
 #: `adopt(new_N, own_N, reference_N)` returns the island's next parameters and its next reference.
 Adopt = Callable[[Array, Array, Array], tuple[Array, Array]]
-
-
-class AdoptRule(NamedTuple):
-    """An adopt function, and whether it keeps unsent progress.
-
-    Attributes:
-        keeps_progress: Whether unsent progress stays in the parameters and goes into the next contribution. The steps
-            behind it then stay counted.
-    """
-
-    adopt: Adopt
-    keeps_progress: bool
 
 
 def overwrite(new_N: Array, own_N: Array, reference_N: Array) -> tuple[Array, Array]:
@@ -49,18 +37,14 @@ def carry(new_N: Array, own_N: Array, reference_N: Array) -> tuple[Array, Array]
 
 
 #: Adopt rules by the names of `AdoptConfig.rule`.
-RULES: dict[str, AdoptRule] = {
-    "overwrite": AdoptRule(overwrite, keeps_progress=False),
-    "carry": AdoptRule(carry, keeps_progress=True),
-}
+RULES: dict[str, Adopt] = {"overwrite": overwrite, "carry": carry}
+#: The rules by which unsent progress stays in the parameters and goes into the next contribution. The steps behind it
+#: then stay counted.
+KEEPS_PROGRESS = frozenset({"carry"})
 
 
 class AnyReplica(Protocol):
     """A replica: it measures contributions and adopts snapshots. `params` are those that the loop keeps."""
-
-    @property
-    def rule(self) -> AdoptRule:
-        """The run's adopt rule."""
 
     def measure(self, fragment: int, params: Any, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts."""

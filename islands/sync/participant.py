@@ -19,7 +19,7 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Event, Marker, Resume
 from archipelago.broker.presence import Heartbeat
-from archipelago.islands.sync.adoption import AnyReplica, Parameters, not_finite
+from archipelago.islands.sync.adoption import KEEPS_PROGRESS, AnyReplica, Parameters, not_finite
 from archipelago.islands.sync.connection.downloads import Arrival
 from archipelago.islands.sync.connection.heartbeats import Channel
 from archipelago.islands.sync.connection.link import Link
@@ -255,7 +255,7 @@ class Participant:
         if self.ledger.holds(snapshot):
             return
         self.parameters.replace(self._replica.adopt(snapshot.fragment, self.parameters.named(), arrival.params_N))
-        self.ledger.adopted(snapshot, self._replica.rule.keeps_progress)
+        self.ledger.adopted(snapshot, self.config.adopt.rule in KEEPS_PROGRESS)
 
     def use_optimizer(self, state: Any, origin: str) -> None:
         """Use a peer's inner optimiser state, or this island's own, instead of fresh moments."""

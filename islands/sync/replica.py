@@ -65,7 +65,6 @@ class Replica:
         """
         self.layout = manifest.layout
         self.sizes = manifest.sizes
-        self.rule = RULES[manifest.config.adopt.rule]
         #: One vector [N] for each fragment, or tensors by name if they are split over devices.
         self.references: list[Any] = []
         self.codec = manifest.config.wire.up
@@ -206,7 +205,7 @@ def _compiled_quantise(codec: str) -> Callable[[jax.Array], Parts]:
 
 @cache
 def _compiled_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, devices: DeviceLayout, donates: bool) -> Any:
-    adopt = partial(_adopt, rows, RULES[config.rule].adopt, dtypes, devices.is_split)
+    adopt = partial(_adopt, rows, RULES[config.rule], dtypes, devices.is_split)
     places = None if devices.mesh is None else (devices.by_name(rows), None, None)
     return jax.jit(adopt, donate_argnames="part" if donates else None, out_shardings=places)
 

@@ -156,4 +156,4 @@ def _measure(rows: Any, codec_name: str) -> Any:
 
 
 def _adopt(rows: Any, config: AdoptConfig, dtypes: Any, devices: object, donates: bool) -> Any:
-    return partial(archipelago.islands.sync.replica._adopt, rows, RULES[config.rule].adopt, dtypes, False)
+    return partial(archipelago.islands.sync.replica._adopt, rows, RULES[config.rule], dtypes, False)
