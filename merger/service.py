@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
-from archipelago.broker.control import CHECKPOINT
+from archipelago.broker.control import CHECKPOINT, changes_text
 from archipelago.broker.errors import BrokerError, FencedError, WithdrawnError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume, Snapshot, TapeEntry
@@ -295,8 +295,9 @@ class Merger:
         """Merge a round, and begin to commit it. Return the time after that."""
         began, p, spectra_seconds = self.clock(), close.fragment, self.spectra.seconds
         before, after = self.state, self.state.copy()
-        is_same = after.steered == self.controls.settings
-        steered = "" if is_same else self.controls.apply_settings(after)
+        settings = self.controls.settings
+        steered = "" if after.steered == settings else changes_text(self.config, after.steered, settings)
+        after.steered = settings
         addends = self.inbox.take(p)
         merged = self.rules.close(self.fragments[p], after, addends, len(self.live), close)
         merged_at, spectra_seconds = self.clock(), self.spectra.seconds - spectra_seconds

@@ -55,12 +55,6 @@ class OperatorControls:
         self.next_config = control.steered(self.config, self.settings)
         self._note_changes(before)
 
-    def apply_settings(self, state: RunState) -> str:
-        """Apply the requested settings to the closing round's state, and return the changes for its tape entry."""
-        changes = control.changes_text(self.config, state.steered, self.settings)
-        state.steered = self.settings
-        return changes
-
     def note(self, kind: str, text: str) -> None:
         """Write a note for operators. The run continues if that fails."""
         try:
