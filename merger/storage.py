@@ -98,12 +98,10 @@ class MergerFolder:
             # Other servers, and the bucket, may hang.
             aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
             listed, own = Bounded(aside), manifest.shard or 0
-
-            def reader(k: int) -> ReaderClient:
-                found = of_shard(transport, manifest, k).reader
-                return found if k == own else cast(ReaderClient, BoundedReader(found, aside))
-
-            every = [reader(k) for k in range(manifest.shards)]
+            every = [of_shard(transport, manifest, k).reader for k in range(manifest.shards)]
+            every = [
+                each if k == own else cast(ReaderClient, BoundedReader(each, aside)) for k, each in enumerate(every)
+            ]
             parts = Parts(every, lambda number: listed(lambda: self._missing(number), number), own)
         copies, spawn = spawn is None, spawn or in_background("checkpoint", 1)
         return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, parts, copies=copies)
