@@ -75,7 +75,7 @@ def replay_round(
     if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in addends)]):
         raise DifferenceError(f"{where}: no member explains step {tape.step}")
     state.steered = steered
-    rules.advance(state, tape, tape.step, merged, [addend.contribution for addend in addends])
+    merged.advance(state, tape, tape.step, [addend.contribution for addend in addends])
     return merged.state
 
 

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from archipelago.broker.commits import Image, Rewrite, nothing
-from archipelago.broker.errors import ConfigError, UnknownRunError, WireError
+from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.full_state import FullState, separated
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
-from archipelago.broker.transport import MergerTransport, ReaderTransport
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, full_snapshot, newest
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import full_state, snapshot_of
@@ -53,19 +53,6 @@ class Loaded:
     full: dict[int, Snapshot]
     tape: Sequence[TapeEntry] = ()
     rewrite: Rewrite | None = None
-
-
-def require_primary(primary: ReaderTransport | None) -> None:
-    """Raise UnknownRunError if shard 0 is lost. A run is restored shard by shard, shard 0 last.
-
-    A merger that changed another shard meanwhile would keep everybody from restoring the rest. So none loads a shard
-    while the server of shard 0 cannot be asked; those that serve go on. The merger of shard 0 itself has no `primary`.
-    """
-    if primary is not None and primary.reader.uid() is None:
-        raise UnknownRunError(
-            f"shard 0 of the run {primary.run!r} is lost",
-            "Start its mergers again with --resume, which restores the run from a checkpoint.",
-        )
 
 
 def load(

@@ -90,6 +90,11 @@ class MergedRound:
     credit: Mapping[str, int]
     difference: bytes = b""
 
+    def advance(self, state: RunState, of: Close | TapeEntry, step: int, contributions: Sequence[Contribution]) -> None:
+        """Advance the run's state by this round, which leads to global step `step`, except what clocks measure."""
+        state.staleness, state.norms[of.fragment] = self.staleness, self.norms
+        state.after_round(of.round, step, contributions, self.scores, self.credit)
+
 
 @dataclass(frozen=True)
 class RoundMerge:
@@ -195,18 +200,6 @@ class RoundMerge:
             spectra=self.spectra,
             changes_spectra=median_low([c.steps for c in headers] or [0]) < LONG_SHARE * config.inner.steps,
         )
-
-    def advance(
-        self,
-        state: RunState,
-        of: Close | TapeEntry,
-        step: int,
-        merged: MergedRound,
-        contributions: Sequence[Contribution],
-    ) -> None:
-        """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
-        state.staleness, state.norms[of.fragment] = merged.staleness, merged.norms
-        state.after_round(of.round, step, contributions, merged.scores, merged.credit)
 
 
 # -- contributions that follow each other ------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from functools import partial
 from typing import NamedTuple
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
-from archipelago.broker.control import CHECKPOINT, changes_text
-from archipelago.broker.errors import BrokerError, FencedError, WithdrawnError
+from archipelago.broker.control import CHECKPOINT, Control, changes_text
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, WithdrawnError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
@@ -29,7 +29,7 @@ from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import KEPT_BYTES_MAX, RESTART_SECONDS, Compactor, build_commit
 from archipelago.merger.executor import NewExecutor, awaited, beside, in_virtual_time
-from archipelago.merger.restore import load, require_primary
+from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Liveness, Rounds
 from archipelago.merger.spectra import Power, Spectra, by_xla
@@ -151,7 +151,13 @@ class Merger:
 
     def load(self) -> None:
         """Forget everything, and load the run as its last commit left it. Raises UnknownRunError if it is gone."""
-        require_primary(self._primary)
+        # A run is restored shard by shard, shard 0 last. A merger that changed another shard meanwhile would keep
+        # everybody from restoring the rest. So none loads a shard while the server of shard 0 cannot be asked.
+        if self._primary is not None and self._primary.reader.uid() is None:
+            raise UnknownRunError(
+                f"shard 0 of the run {self._primary.run!r} is lost",
+                "Start its mergers again with --resume, which restores the run from a checkpoint.",
+            )
         self._busy_seconds, epoch = 0.0, self.epoch
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         store = self.checkpointer.store if self.checkpointer else None
@@ -174,7 +180,7 @@ class Merger:
         self.inbox.clear()
         self.compactor.load(found.full, found.snapshots, found.tape, self.state, self.epoch, now)
         self._live_at, self._has_islands, self._finished_at = float("-inf"), True, None
-        self.controls.resume_from(self.state)
+        self.controls.control, self.controls.fields = Control.of(self.state.control), None  # noted before
         # Before the first contribution, which may come from an expelled island.
         self._follow_controls(self.transport.reader.control())
         self.transport.merger.rewind()
@@ -307,7 +313,7 @@ class Merger:
         # A step that no member can have reached is lowered.
         others = claims.global_steps(before.accounts, before.closed)
         step = claims.next_step(before.step, contributions, others, self.manifest.stride, self.live)
-        self.rules.advance(after, close, step, merged, contributions)
+        merged.advance(after, close, step, contributions)
         tape = TapeEntry(
             round=close.round,
             fragment=p,

@@ -69,7 +69,9 @@ def serve(
         while not is_over and not stopped():
             try:
                 if merger.epoch and not merger.is_finished and is_to_hand_over():
-                    _hand_over(merger)
+                    last = merger.manifest.described(merger.state.closed)
+                    log.info("handing over after %s: another process serves fewer shards", last)
+                    _release(merger, "another process serves fewer shards, and takes this one")
                 if not merger.epoch:
                     if not (may_take() and merger.acquire()):
                         standing.wait()
@@ -128,13 +130,6 @@ class Troubles:
     def end(self) -> None:
         """Forget the errors, because a round has closed."""
         self._last, self._faults = "", 0
-
-
-def _hand_over(merger: Merger) -> None:
-    """Release the lease, so that another process takes it. It loads what this merger has committed."""
-    last = merger.manifest.described(merger.state.closed)
-    log.info("handing over after %s: another process serves fewer shards", last)
-    _release(merger, "another process serves fewer shards, and takes this one")
 
 
 def _leave(merger: Merger, why: str, pause: Callable[[float], None]) -> None:

@@ -40,10 +40,6 @@ class OperatorControls:
         #: The settings of the next round that differ from the config.
         self.settings: dict[str, float] = {}
 
-    def resume_from(self, state: RunState) -> None:
-        """Continue from the requests that an earlier merger acted on, without noting them again."""
-        self.control, self.fields = Control.of(state.control), None
-
     def hear(self, fields: Mapping[str, str], state: RunState) -> None:
         """Take the requests, which have changed."""
         before, self.control, self.fields = self.control, Control.of(fields), dict(fields)
