@@ -78,8 +78,11 @@ class Recorder:
         """Add a segment of rounds that follow each other. Raises OSError."""
         if not rounds:
             return
-        body = {"rounds": [[to_fields(entry), [_packed(delivery) for delivery in ds]] for entry, ds in rounds]}
-        self._write(f"rounds-{rounds[0][0].round:08}-{rounds[-1][0].round:08}.bin", body)
+        packed = [
+            [to_fields(entry), [[d.entry, to_fields(d.contribution), d.payload] for d in deliveries]]
+            for entry, deliveries in rounds
+        ]
+        self._write(f"rounds-{rounds[0][0].round:08}-{rounds[-1][0].round:08}.bin", {"rounds": packed})
 
     def last_round(self) -> int:
         """Return the last recorded round, 0 if there is none."""
@@ -96,11 +99,6 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         data = msgpack.packb(body)
         write_atomically(self.folder / name, [MAGIC + digest(data).encode(), data])
-
-
-def _packed(delivery: Delivery) -> list[Any]:
-    assert delivery.contribution is not None  # noqa: S101 - only readable contributions are merged
-    return [delivery.entry, to_fields(delivery.contribution), delivery.payload]
 
 
 def _segments(folder: Path) -> Iterator[tuple[Path, int, int]]:
