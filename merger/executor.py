@@ -32,11 +32,6 @@ def in_background(kind: str, threads: int) -> Spawn:
     return ThreadPoolExecutor(threads, kind).submit
 
 
-def in_virtual_time(kind: str, threads: int) -> Spawn:
-    """Return `at_once`, for jobs of any kind."""
-    return at_once
-
-
 def at_once(job: Callable[[], T], /) -> Future[T]:
     """Run the job before returning."""
     future: Future[T] = Future()

@@ -28,7 +28,7 @@ from archipelago.merger import claims
 from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import KEPT_BYTES_MAX, RESTART_SECONDS, Compactor, build_commit
-from archipelago.merger.executor import NewExecutor, awaited, beside, in_virtual_time
+from archipelago.merger.executor import NewExecutor, at_once, awaited, beside
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Liveness, Rounds
@@ -96,7 +96,7 @@ class Merger:
         compiled: Callable[[], Power | None] = by_xla,
         restart_seconds: float = RESTART_SECONDS,
         is_gone: Callable[[str], bool] = never_gone,
-        executor: NewExecutor = in_virtual_time,
+        executor: NewExecutor = lambda kind, threads: at_once,
         primary: ReaderTransport | None = None,
         manifest: Manifest | None = None,
     ) -> None:
