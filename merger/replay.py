@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from archipelago.broker import control
-from archipelago.broker.commits import Delivery, Image
+from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ArchipelagoError, WireError
 from archipelago.broker.full_state import FullState
 from archipelago.broker.messages import RoundMember, TapeEntry, to_fields
@@ -139,13 +139,6 @@ def merge_again(
         fragment = replay_round(rules, before, fragment, tape, deliveries, exactly=exactly)
         go_on()
     return fragment
-
-
-def of_image(rules: RoundMerge, image: Image) -> dict[int, FragmentState]:
-    """Return the fragments in a checkpoint. Raises WireError if it is not of this run (`wire.other-run`)."""
-    if image.manifest.to_fields() != rules.manifest.to_fields():
-        raise WireError(f"checkpoint {image.number} is of another run", code="wire.other-run")
-    return {full.snapshot.fragment: fragment_of(rules, full) for full in image.fragments}
 
 
 def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:

@@ -23,7 +23,7 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, full_snapshot, newest
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import full_state, snapshot_of
-from archipelago.merger.replay import WHOLE_TAPE, DifferenceError, fragment_of, merge_again, of_image, replay_round
+from archipelago.merger.replay import WHOLE_TAPE, DifferenceError, fragment_of, merge_again, replay_round
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.state import FragmentState, RunState
 
@@ -243,7 +243,8 @@ def _from_checkpoint(
 ) -> Loaded:
     """Return the shard after its checkpoint and those rounds on the tape that can be merged again, in order."""
     manifest = rules.manifest
-    state, fragments = RunState.from_json(image.state), of_image(rules, image)
+    state = RunState.from_json(image.state)
+    fragments = {full.snapshot.fragment: fragment_of(rules, full) for full in image.fragments}
     state.covered = covered = state.closed
     snapshots, merged = {full.snapshot.fragment: full.snapshot for full in image.fragments}, []
     tape = _rounds(transport, manifest, 0, COUNT_MAX)
