@@ -8,7 +8,7 @@ is that of a checkpoint, for the whole run, or that of a compaction in Redis, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -19,10 +19,8 @@ from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ArchipelagoError, WireError
 from archipelago.broker.full_state import FullState
 from archipelago.broker.messages import RoundMember, TapeEntry, to_fields
-from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of
 from archipelago.merger import outer
-from archipelago.merger.committing import state_before
 from archipelago.merger.round_merge import Addend, MergedRound, RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 
@@ -112,33 +110,6 @@ def require_same(tape: TapeEntry, merged: MergedRound) -> None:
     found = digest_of(np.asarray(merged.state.published_N))
     if found != tape.digest:
         raise DifferenceError(f"{where}: the tape has digest {tape.digest}, the replay {found}")
-
-
-#: More rounds than any tape holds.
-WHOLE_TAPE = 1 << 20
-
-
-def merge_again(
-    rules: RoundMerge,
-    fragment: FragmentState,
-    rounds: Sequence[TapeEntry],
-    transport: MergerTransport,
-    go_on: Callable[[], object],
-    *,
-    exactly: bool = True,
-) -> FragmentState:
-    """Return a fragment after these rounds on the tape, which are all of its rounds since then, in order.
-
-    Raises:
-        WireError: The tape does not say how a round was merged.
-        DifferenceError: A contribution is missing, or, with `exactly`, a bit differs.
-    """
-    for tape in rounds:
-        before = state_before(tape)
-        deliveries = transport.merger.read([member.entry for member in tape.members])
-        fragment = replay_round(rules, before, fragment, tape, deliveries, exactly=exactly)
-        go_on()
-    return fragment
 
 
 def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:

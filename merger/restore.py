@@ -22,8 +22,8 @@ from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, full_snapshot, newest
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.committing import full_state, snapshot_of
-from archipelago.merger.replay import WHOLE_TAPE, DifferenceError, fragment_of, merge_again, replay_round
+from archipelago.merger.committing import full_state, snapshot_of, state_before
+from archipelago.merger.replay import DifferenceError, fragment_of, replay_round
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.state import FragmentState, RunState
 
@@ -33,6 +33,8 @@ REMEDY = (
 )
 #: The largest difference of a fragment that is merged again with other bits, as a share of what its rounds changed.
 NEARLY = 0.01
+#: More rounds than any tape holds.
+WHOLE_TAPE = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -196,13 +198,23 @@ def _merged_again(
     NEARLY of what the rounds have changed, the momentum that these rounds have here is kept, with the parameters that
     the islands hold.
     """
+
+    def merged(*, exactly: bool) -> FragmentState:
+        after = fragment
+        for tape in rounds:
+            before = state_before(tape)
+            deliveries = transport.merger.read([member.entry for member in tape.members])
+            after = replay_round(rules, before, after, tape, deliveries, exactly=exactly)
+            go_on()
+        return after
+
     try:
-        return merge_again(rules, fragment, rounds, transport, go_on)
+        return merged(exactly=True)
     except DifferenceError as error:
         if error.code != DifferenceError.code:
             raise
         difference = error
-    nearly = merge_again(rules, fragment, rounds, transport, go_on, exactly=False)
+    nearly = merged(exactly=False)
     holding = newest(transport.reader, rules.manifest, p)
     if holding.snapshot.version != rounds[-1].version:
         raise difference
