@@ -18,7 +18,7 @@ from archipelago.broker.commits import Delivery, nothing
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
-from archipelago.broker.ranges import RANGES_MAX, advanced
+from archipelago.broker.ranges import RANGES_MAX
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.executor import Spawn, at_once, awaited
@@ -129,7 +129,6 @@ class Inbox:
     Attributes:
         config: The run's config with the operator's changes.
         barred: Why all contributions of an island are refused, by its name.
-        cursors: Where the waiting contributions will move the cursors of the corpus.
     """
 
     def __init__(
@@ -142,14 +141,13 @@ class Inbox:
         self.transport, self.rules = transport, rules
         self.config = rules.manifest.config
         self.barred: dict[str, Reason] = {}
-        self.cursors: dict[str, tuple[int, int]] = {}
         #: How many commits failed because a contribution of an island had been deleted.
         self._withdrawn: Counter[str] = Counter()
         self._range_sequences = claims.range_sequences(rules.manifest)
         self._downloads, self._between = downloads, between
         self._waiting: dict[int, Waiting] = {}  # by fragment
-        self._identities: set[tuple[str, str, int]] = set()
-        self._entries: dict[str, None] = {}  # in the order of arrival
+        #: The entries of all that waits or is being downloaded, by identity, in the order of arrival.
+        self._entries: dict[tuple[str, str, int], str] = {}
         #: Numbers of refused contributions, by incarnation, that no later contribution has followed.
         self._unused: dict[tuple[str, str], set[int]] = {}
         self._refusals: list[tuple[str, Refusal]] = []
@@ -157,11 +155,11 @@ class Inbox:
 
     def clear(self) -> None:
         """Drop all waiting contributions, and those whose downloads were interrupted."""
-        for each in (self._refusals, self._waiting, self._identities, self._entries, self.cursors):
+        for each in (self._refusals, self._waiting, self._entries):
             each.clear()
 
     def entries(self) -> list[str]:
-        return list(self._entries)
+        return list(self._entries.values())
 
     def waiting_fragments(self) -> set[int]:
         return {p for p, waiting in self._waiting.items() if waiting.addends}
@@ -211,7 +209,7 @@ class Inbox:
                 yield believed
                 continue
             if not isinstance(job, Reason) and delivery.contribution is not None:
-                self._free(delivery.entry, delivery.contribution)
+                self._free(delivery.contribution)
             self._refuse(delivery, found, state)
             if len(self._refusals) >= REFUSED_MAX:
                 self._flush(state, epoch)
@@ -227,7 +225,7 @@ class Inbox:
         """
         before: deque[tuple[Delivery, Reason | Future[Addend | Reason]]] = deque()
         for delivery in deliveries:
-            if delivery.entry in self._entries:
+            if (c := delivery.contribution) and self._entries.get(c.identity) == delivery.entry:
                 continue
             before.append((delivery, self._begun(delivery, state)))
             if len(before) > AHEAD:
@@ -245,7 +243,7 @@ class Inbox:
 
     def _reason(self, c: Contribution, state: RunState) -> Reason | None:
         """Return why a contribution is refused, as far as its header tells."""
-        if state.has_seen(c.identity) or c.identity in self._identities:
+        if state.has_seen(c.identity) or c.identity in self._entries:
             return Reason("repeat", "a repeat of a contribution that was taken already")
         if reason := self.barred.get(c.island) or reason_to_refuse(c, self.rules.manifest, state.closed):
             return reason
@@ -264,8 +262,7 @@ class Inbox:
         """Return the contribution with the claims that the merger believes."""
         fragments, account = len(self.rules.manifest.fragments), state.accounts.get(contribution.island)
         steps = claims.steps_read(contribution, account, state.closed, self.config.sync.interval, fragments)
-        cursors = state.cursors, self.cursors
-        data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
+        data = claims.believed_data(contribution, steps, state.cursors, self.config, self._range_sequences)
         tokens = claims.counted_tokens(contribution, self.config)
         if (data, tokens) == (contribution.data, contribution.tokens):
             return contribution
@@ -274,30 +271,22 @@ class Inbox:
     def _reserve(self, entry: str, c: Contribution) -> None:
         """Take room for a contribution, and refuse its repeats from now on."""
         self._waiting.setdefault(c.fragment, Waiting()).reserve(c)
-        self._identities.add(c.identity)
-        self._entries[entry] = None
+        self._entries[c.identity] = entry
 
-    def _free(self, entry: str, c: Contribution) -> None:
+    def _free(self, c: Contribution) -> None:
         """Give back the room of a contribution that cannot be merged."""
         self._waiting[c.fragment].reserve(c, -1)
-        self._identities.discard(c.identity)
-        self._entries.pop(entry, None)
+        self._entries.pop(c.identity, None)
 
     def _put(self, addend: Addend) -> None:
         """Let a contribution, whose room is reserved, wait for its fragment's next round."""
-        c = addend.contribution
-        self._waiting[c.fragment].addends.append(addend)
-        if c.data:
-            self.cursors |= advanced(self.cursors, c.positions)
+        self._waiting[addend.contribution.fragment].addends.append(addend)
 
     def _drop(self, p: int) -> list[Addend]:
         """Forget what waits for a fragment's next round, and return it."""
         dropped = self._waiting.pop(p, Waiting()).addends
         for addend in dropped:
-            self._identities.discard(addend.contribution.identity)
-            self._entries.pop(addend.entry, None)
-        waiting = (addend.contribution for each in self._waiting.values() for addend in each.addends)
-        self.cursors = advanced({}, (position for c in waiting for position in c.positions)) if self._waiting else {}
+            self._entries.pop(addend.contribution.identity, None)
         return dropped
 
     # -- refusals -----------------------------------------------------------------------------------------------------

@@ -195,7 +195,6 @@ def believed_data(
     contribution: Contribution,
     steps: int,
     cursors: Mapping[str, tuple[int, int]],
-    waiting: Mapping[str, tuple[int, int]],
     config: RunConfig,
     range_sequences: int,
 ) -> str:
@@ -209,7 +208,6 @@ def believed_data(
         contribution: A contribution whose positions can be parsed.
         steps: In how many steps its island may have read them (`steps_read`).
         cursors: The cursor of each started range.
-        waiting: Where contributions that wait for their rounds will move the cursors.
         range_sequences: How many sequences a range of the run's corpus has, or fewer.
     """
     data, tokens = config.data, steps * contribution.tokens / contribution.steps * DATA_SLACK
@@ -219,7 +217,7 @@ def believed_data(
     believed: list[ReadPosition] = []
     moved: dict[str, tuple[int, int]] = {}
     for read in contribution.positions:
-        cursor = max(each.get(read.range, (0, 0)) for each in (cursors, waiting, moved))
+        cursor = max(each.get(read.range, (0, 0)) for each in (cursors, moved))
         believed.append(position := _believed_position(read, cursor, reach, range_sequences))
         if position.cursor > cursor:
             reach -= max(0, (position.position if position.pass_number == cursor[0] else range_sequences) - cursor[1])

@@ -191,7 +191,7 @@ def test_positions_that_no_island_can_have_reached_move_nothing() -> None:
 
     def believed(data: str, tokens: int = 4 * BATCH, sequences: int = 10_000) -> str:
         c = claim(data=data, tokens=tokens)
-        return claims.believed_data(c, c.steps, cursors, {}, CONFIG, sequences)
+        return claims.believed_data(c, c.steps, cursors, CONFIG, sequences)
 
     assert believed("0:2:18 1:0:3") == "0:2:18 1:0:3"
     assert believed("0:2:0 0:2:9") == "0:2:0 0:2:9"  # nothing new
