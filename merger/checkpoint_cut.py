@@ -24,7 +24,7 @@ EVENTS_AT_ONCE = 256
 #: How long shard 0 is left alone after it could not be read. It may lie on a server of its own.
 RETRY_SECONDS = 5.0
 #: How long shard 0 waits for the parts of a checkpoint before it begins another one, in seconds between checkpoints.
-PATIENCE = 8
+PATIENCE = 4
 #: How often it looks for them meanwhile. They may be in a bucket.
 LOOK_SECONDS = 1.0
 
