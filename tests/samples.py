@@ -30,6 +30,9 @@ from archipelago.broker.transport import MergerTransport, ReaderTransport
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.state import FragmentState
+from archipelago.ops.watch.history import RECENT_ROUNDS
+from archipelago.ops.watch.reading import Watcher
+from archipelago.ops.watch.run_view import RunView
 
 #: A payload that the Redis transports split into three chunks.
 LARGE = bytes(range(256)) * 10_000
@@ -138,6 +141,11 @@ def with_payloads(deliveries: Iterable[Delivery]) -> list[Delivery]:
 def member(island: str, staleness: int = 0, tokens: int = 100) -> RoundMember:
     """Return a member of a round, whose loss is 2."""
     return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, tokens, 4, 2.0)
+
+
+def view_of(transport: ReaderTransport) -> RunView:
+    """Return the run as `status` reads it."""
+    return Watcher(transport, RECENT_ROUNDS).read().view
 
 
 def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:

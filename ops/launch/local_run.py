@@ -39,7 +39,8 @@ from archipelago.ops.launch.supervisor import (
 )
 from archipelago.ops.settings import say
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch.reading import Watcher, observe, repeated
+from archipelago.ops.watch.history import RECENT_ROUNDS
+from archipelago.ops.watch.reading import Watcher, repeated
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import state_line
 from archipelago.ops.watch.status import line, state_text
@@ -233,7 +234,7 @@ class LocalRun:
         return self._view.steps if self._view else 0
 
     def _observe(self) -> RunView:
-        self._view = observe(self.transport, self.manifest)
+        self._view = Watcher(self.transport, RECENT_ROUNDS).read().view
         return self._view
 
     # -- the report -------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Read a run from Redis: once into a view, or again and again, for the live screen, the page and the report.
 
-`observe` reads, `summarise` combines what was read, and a `Watcher` repeats both and keeps the history.
+A `Watcher` reads, `summarise` combines what was read, and the watcher keeps the history.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from archipelago.broker.messages import (
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import count_in, merged_tokens, parsed_state, summed
 from archipelago.broker.shards.transport import opened, shards_away, whole
-from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
+from archipelago.broker.transport import Memory, MergerStatus, ReaderTransport, refusal
 from archipelago.ops.watch.advice import Problem, problems, state_of
 from archipelago.ops.watch.history import RECENT_ROUNDS, Event, History, events_of, mean
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -52,41 +52,6 @@ SILENT, CONTINUES = (
 )
 TAPE_MOST = 1 << 16
 EVENTS_READ = 200
-
-
-def observe(
-    transport: ReaderTransport,
-    manifest: Manifest,
-    tape: Sequence[TapeEntry] | None = None,
-    evaluations: Sequence[Evaluation] | None = None,
-    refusals: Sequence[tuple[float, Refusal]] | None = None,
-    notes: Sequence[Note] | None = None,
-    state: str | None = None,
-) -> RunView:
-    """Return the run as Redis has it now, on a connection to all its shards. Raise BrokerError.
-
-    Recent rounds, evaluations, refusals, notes and the merger's state are given if they were read already, or are not
-    needed.
-    """
-    reader = transport.reader
-    counters, tape = reader.counters(), reader.tape(RECENT_ROUNDS) if tape is None else tape
-    view = summarise(
-        manifest, tape[-RECENT_ROUNDS:], reader.presences(), counters,
-        reader.evaluations() if evaluations is None else evaluations,
-        reader.merger_state() if state is None else state,
-        reader.memory(), shards_away(transport), reader.control(),
-    )  # fmt: skip
-    status, notes = reader.merger_status() or MergerStatus(), reader.notes(NOTES_READ) if notes is None else notes
-    return replace(
-        view,
-        merger=status,
-        refused="" if status.holders else refusal(reader, notes=notes),
-        unsaved=refusal(reader, UNSAVED, ("served", "checkpoint"), notes),
-        uncopied=_uncopied(notes),
-        standbys=tuple(reader.standbys()),
-        refusals=tuple(refusals_of(reader) if refusals is None else refusals),
-        unreadable=tuple(reader.unreadable()),
-    )
 
 
 def _uncopied(notes: Sequence[Note]) -> str:
@@ -108,11 +73,6 @@ def up_command(folder: Path, run: str) -> str:
     is_usual = place.parent == Path("runs").absolute()
     where = "" if is_usual else f" --folder {shlex.quote(str(place.parent))}"
     return f"archipelago up --run {run}{where}" + (" --open" if (place / "redis" / "certificates").is_dir() else "")
-
-
-def refusals_of(reader: ReaderClient) -> list[tuple[float, Refusal]]:
-    """Return the recent refusals, oldest first, each with its Unix seconds. It reads many entries of a stream."""
-    return [(at, refusal) for at, refusal in reader.refusals(REFUSALS_READ) if not refusal.repeat]
 
 
 def summarise(
@@ -331,17 +291,32 @@ class Watcher:
 
     def read(self) -> RunReading:
         """Return the run as Redis has it now. Raise BrokerError and WireError."""
-        tape = self._follow()
+        tape, reader = self._follow(), self.transport.reader
         began = self.clock()
         if began >= self._seldom_due:  # It may take long, so it is done rarely.
-            self._evaluations = self.transport.reader.evaluations()
-            self._refusals = refusals_of(self.transport.reader)
-            self._state = self.transport.reader.merger_state()
+            self._evaluations, self._state = reader.evaluations(), reader.merger_state()
+            self._refusals = [(at, each) for at, each in reader.refusals(REFUSALS_READ) if not each.repeat]
             self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
-        notes = self.transport.reader.notes(EVENTS_READ)
-        self._ahead = self.transport.reader.clock_ahead()
-        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, self._state)
-        view, now = replace(view, address=self._address, folder=self._folder, up=self._up), self.now()
+        notes, status = reader.notes(EVENTS_READ), reader.merger_status() or MergerStatus()
+        view = summarise(
+            self.manifest, tape[-RECENT_ROUNDS:], reader.presences(), reader.counters(), self._evaluations, self._state,
+            reader.memory(), shards_away(self.transport), reader.control(),
+        )  # fmt: skip
+        view = replace(
+            view,
+            merger=status,
+            refused="" if status.holders else refusal(reader, notes=notes),
+            unsaved=refusal(reader, UNSAVED, ("served", "checkpoint"), notes),
+            uncopied=_uncopied(notes),
+            standbys=tuple(reader.standbys()),
+            refusals=tuple(self._refusals),
+            unreadable=tuple(reader.unreadable()),
+            address=self._address,
+            folder=self._folder,
+            up=self._up,
+        )
+        self._ahead = reader.clock_ahead()
+        now = self.now()
         return RunReading(
             view=view,
             unix_seconds=now,

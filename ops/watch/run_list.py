@@ -19,14 +19,14 @@ from archipelago.broker.invitation import is_join_file
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import URL_VARIABLE, connect_to, invitation_at, print_json
 from archipelago.broker.redis.keys import is_name
-from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.run_source import RUNS, address_of
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch.advice import grouped, problems, state_of
+from archipelago.ops.watch.advice import grouped
 from archipelago.ops.watch.formatting import ago, new_table
-from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.history import RECENT_ROUNDS
+from archipelago.ops.watch.reading import Watcher
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -156,15 +156,14 @@ def _at(address: str, run: str, where: str) -> RunEntry:
 
 def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
-    manifest, run = opened(transport, for_display=True)
-    view = observe(run, manifest, refusals=())
-    found = problems(view)
+    reading = Watcher(transport, RECENT_ROUNDS).read()
+    view = reading.view
     ages = [island.last_seen_seconds for island in view.islands] + [view.merger.still_seconds] * bool(view.rounds)
     return RunEntry(
-        run=manifest.run, where=where, state=state_of(view, found), model=manifest.config.model.size,
-        parameters=manifest.parameters, round=view.rounds, step=view.step, steps=view.steps, live=view.live,
+        run=view.run, where=where, state=reading.state, model=view.manifest.config.model.size,
+        parameters=view.parameters, round=view.rounds, step=view.step, steps=view.steps, live=view.live,
         known=view.known, idle_seconds=max(0.0, min(ages)) if ages else math.nan,
-        problems=sum(problem.mood != "info" for problem in grouped(found)),
+        problems=sum(problem.mood != "info" for problem in grouped(reading.problems)),
     )  # fmt: skip
 
 

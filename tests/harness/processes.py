@@ -15,8 +15,8 @@ import psutil
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.turn_log import STEP_VARIABLE
-from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import IslandView, RunView
+from tests import samples
 from tests.conftest import PATIENCE_SECONDS, gone
 from tests.harness.forks import Forks, start
 
@@ -128,7 +128,7 @@ def children(parent: subprocess.Popen[str], word: str = "") -> list[psutil.Proce
 def view(url: str, run: str) -> RunView:
     transport = connect(url, run)
     try:
-        return observe(transport, transport.reader.manifest())
+        return samples.view_of(transport)
     finally:
         transport.close()
 

@@ -29,7 +29,6 @@ from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.executor import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
-from archipelago.ops.watch.reading import observe
 from tests import samples
 from tests.harness.merger_run import CONFIG, Shelf, take_checkpoint, values
 from tests.harness.played import CreatedRun
@@ -368,7 +367,7 @@ def check(run: DamagedRun) -> None:
         assert digest_of(full.params_N) == (full.snapshot.held or digest_of(full.params_N))
         last = newest(fresh.reader, run.manifest, p)
         assert digest_of(last.params_N) == last.snapshot.held == run.digests[last.snapshot.round]
-    view = observe(fresh, run.manifest)
+    view = samples.view_of(fresh)
     assert view.rounds == run.closed
     assert fresh.reader.backlog() == 0, "a contribution was never read"
     kinds = kinds_of(run.keys, range(2), ISLANDS)

@@ -24,7 +24,6 @@ from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import init
 from archipelago.ops.launch.init import InitOptions
-from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import RunView
 from tests import samples
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
@@ -76,7 +75,7 @@ class LostRun(TinyRun):
 
     def accounts(self) -> RunView:
         """Return the run as it is seen, whose accounts of tokens must add up."""
-        view = observe(self.redis, self.manifest)
+        view = samples.view_of(self.redis)
         parts = view.tokens_merged + view.tokens_refused + view.tokens_pending + view.tokens_unsent + view.tokens_lost
         assert view.tokens_trained == parts
         return view

@@ -23,7 +23,7 @@ from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.reading import observe
+from tests import samples
 from tests.harness.merger_run import (
     Later,
     MergerRun,
@@ -188,7 +188,7 @@ def test_status_shows_that_checkpoints_fail_until_they_are_written_again() -> No
         run.play(merger, number)
         for _ in range(2):
             merger.turn(0.0)
-        found.append([each.code for each in problems(observe(run.transport, run.manifest))])
+        found.append([each.code for each in problems(samples.view_of(run.transport))])
         run.clock.now += RETRY_SECONDS
     assert [("checkpoint.failed" in codes) for codes in found] == [True, False, False]
 

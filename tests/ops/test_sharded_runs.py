@@ -26,10 +26,11 @@ from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.page_data import Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch import report, run_list
-from archipelago.ops.watch.reading import Watcher, observe
+from archipelago.ops.watch.reading import Watcher
 from archipelago.ops.watch.state_line import state_line
 from archipelago.ops.watch.status import line
 from archipelago.ops.weights.export import find
+from tests import samples
 from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.sharded import closed, create_sharded, newest_round, train_sharded
@@ -194,8 +195,8 @@ def test_status_shows_the_shards_that_answer(
 
 def test_the_accounts_of_tokens_are_those_of_the_other_fragments(demo: VirtualRun, run: Cut) -> None:
     """What was merged into the shard that is away does not count as lost."""
-    whole_view = observe(demo.transport, demo.manifest)
-    view = observe(whole(run, demo.manifest, for_display=True), demo.manifest)
+    whole_view = samples.view_of(demo.transport)
+    view = samples.view_of(run)
     assert view.unreachable
     assert view.tokens_trained == whole_view.tokens_trained
     own = demo.mergers[0].transport.reader.counters()

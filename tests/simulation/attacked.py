@@ -13,7 +13,7 @@ from archipelago.broker.messages import Contribution, Refusal, RoundMember, Tape
 from archipelago.broker.ranges import parse_positions
 from archipelago.broker.wire import digest
 from archipelago.merger.service import LEASE_SECONDS
-from archipelago.ops.watch.reading import observe
+from tests import samples
 from tests.hostile.attacker import Attacker
 from tests.hostile.attacks import ATTACKS, Attack, contributions, heartbeat, leases, make
 from tests.simulation.faults import FaultRates
@@ -140,7 +140,7 @@ class AttackedSimulation(Simulation):
     def check_unharmed(self) -> None:
         """Check that the run makes progress, and that an operator can read it."""
         require_progress(self)
-        view = observe(self.broker.connect(RUN), self.manifest)
+        view = samples.view_of(self.broker.connect(RUN))
         assert view.live <= len(self.wanted) + 1
 
 

@@ -25,7 +25,7 @@ from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import FILES, PAGE, Board, Boards
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from archipelago.ops.watch.reading import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher, observe
+from archipelago.ops.watch.reading import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher
 from archipelago.ops.watch.run_list import RunEntry
 from tests import samples
 from tests.failing import failing
@@ -161,7 +161,7 @@ def test_health_and_metrics_are_those_of_the_view(client: TestClient, watch: Wat
     answer = client.get("/metrics")
     assert answer.headers["content-type"] == metrics.CONTENT_TYPE
     found = {s.name: s.value for family in text_string_to_metric_families(answer.text) for s in family.samples}
-    view = observe(transport, MANIFEST)
+    view = samples.view_of(transport)
     assert set(found) <= {*metrics.RUN, *metrics.COUNTERS, *metrics.RUN_ISLAND}
     assert list(found.values()).count(view.held_out_last) >= 1
     transport.away = {"tape"}

@@ -16,7 +16,6 @@ from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.page_data import to_json
-from archipelago.ops.watch.reading import observe
 from tests import samples
 
 MANIFEST = samples.manifest()
@@ -61,7 +60,7 @@ def test_a_whole_run_is_exported() -> None:
     for name in ("oslo", "quito"):
         transport.island.heartbeat(samples.heartbeat(name))
     transport.island.publish(*samples.packed(np.ones(manifest.sizes[0], np.float32)))
-    view = observe(transport, manifest)
+    view = samples.view_of(transport)
     view = replace(view, rounds=1, merger=MergerStatus("m", 1, 4.0, 2.5), refused_by_code={"codec": 3})
     found = parsed(metrics.render(view))
     assert found["archipelago_run_islands_known", ""] == found["archipelago_run_islands_live", ""] == 2

@@ -26,7 +26,7 @@ from archipelago.ops.commands import run
 from archipelago.ops.dashboard.page_data import PAGE
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.watch import report as run_report
-from archipelago.ops.watch.reading import Watcher, observe, summarise
+from archipelago.ops.watch.reading import Watcher, summarise
 from archipelago.ops.watch.report import (
     SCRIPTS,
     ReportOptions,
@@ -79,7 +79,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ended") / "runs" / "sample"
     transport = MemoryBroker().connect("sample")
     fill(transport)
-    view = observe(transport, MANIFEST)
+    view = samples.view_of(transport)
     summary = run_report.summary(view, [(100, 6.0), (200, 5.0)], tokens_per_second=1.0, seconds=1.0, server="none")
     run_report.write(folder, summary)
     pending = samples.packed(np.zeros(MANIFEST.sizes[0], np.float32))
@@ -105,7 +105,7 @@ def test_a_report_from_redis(
     assert printed["page"]["rounds"] == found["page"]["rounds"] == 2
     assert found["charts"]["held_out"]["loss"] == [8, 4]
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
-    expected = vars(observe(transport, MANIFEST))
+    expected = vars(samples.view_of(transport))
     for name in ("rounds", "step", "known", "live", "participating", "tokens_merged", "tokens_trained", "pending"):
         assert found["page"][name] == expected[name], name
 

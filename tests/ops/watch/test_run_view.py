@@ -19,7 +19,7 @@ from archipelago.broker.transport import Memory
 from archipelago.ops.watch.advice import problems, state_of
 from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.history import RECENT_ROUNDS
-from archipelago.ops.watch.reading import RunReading, observe, summarise
+from archipelago.ops.watch.reading import RunReading, summarise
 from archipelago.ops.watch.run_view import RunView, evaluated
 from archipelago.ops.watch.status import problem_lines, render
 from tests import samples
@@ -162,19 +162,21 @@ def test_the_age_of_the_newest_evaluation_is_known() -> None:
     assert "0 s ago" in evaluated(view, 1000.0), "the clock of the island is ahead"
 
 
-def test_observing_reads_what_is_there_or_takes_what_was_read() -> None:
+def test_a_view_has_what_is_there_and_only_the_recent_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = samples.merged_one_of_three(EVALUATIONS[0])
-    reader, view = transport.reader, observe(transport, MANIFEST)
+    reader, view = transport.reader, samples.view_of(transport)
     assert (view.rounds, view.known, view.live, view.participating, view.pending) == (1, 1, 1, 1, 2)
     assert (view.counters.published, view.counters.merged, view.held_out_last) == (3, 1, 8.0)
-    assert observe(transport, MANIFEST, reader.tape(RECENT_ROUNDS), reader.evaluations()) == view
     (newest,) = reader.tape(1)
     old = [replace(newest, round=0, members=()) for _ in range(RECENT_ROUNDS)]
-    (island,) = observe(transport, MANIFEST, [*old, newest], []).islands
+    monkeypatch.setattr(reader, "tape", lambda count: [*old, newest])
+    (island,) = samples.view_of(transport).islands
     assert island.participation == pytest.approx(1 / RECENT_ROUNDS), "only the recent rounds count"
 
 
-def test_copies_to_a_bucket_fail_until_the_mergers_of_all_shards_say_that_it_works() -> None:
+def test_copies_to_a_bucket_fail_until_the_mergers_of_all_shards_say_that_it_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     transport = samples.merged_one_of_three(EVALUATIONS[0])
     served, works = ("served", "epoch 2"), (COPIED, "copied again")
     fails, other = ((UNCOPIED, f"checkpoints stay on the disk only: {why}") for why in ("503", "denied"))
@@ -188,7 +190,9 @@ def test_copies_to_a_bucket_fail_until_the_mergers_of_all_shards_say_that_it_wor
         ((served, works, fails), fails),
     ):
         said = [Note(0.0, "merger", kind, text) for kind, text in notes]
-        view = observe(transport, MANIFEST, notes=[*said, Note(0.0, "a", COPIED, "an island's")])
+        said.append(Note(0.0, "a", COPIED, "an island's"))
+        monkeypatch.setattr(transport.reader, "notes", lambda count, said=said: said)
+        view = samples.view_of(transport)
         assert view.uncopied == (expected[1] if expected else ""), notes
         finished = replace(view, step=view.steps, pending=0)
         for each in (view, finished):
