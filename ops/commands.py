@@ -143,7 +143,7 @@ EXAMPLES = {
     "archipelago doctor": "Check only this machine.",
     "archipelago report demo": "Write the report of the run in runs/demo.",
     "archipelago report demo.oslo.join --out demo.html": "Write that of a run at a Redis.",
-    "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",
+    "archipelago export runs/demo --out demo-llama": "Write the newest parameters as a Llama.",
     "archipelago export redis://HOST:6379 --run demo --out demo-llama": "Write the newest parameters of a run.",
     "archipelago serve-weights weights/ redis://HOST:6379 --run demo": "Hand each version on to inference engines.",
     "archipelago generate demo-llama --prompt 'def main(' --tokens 200": "Continue a prompt with an export.",

@@ -58,21 +58,18 @@ class RunSource(RunAddress):
     """
 
     def open(self) -> AbstractContextManager[FoundRun]:
-        """Open the run. Its own Redis is started if it is in a folder and does not run."""
-        return open_run(self.url, self.run, starts_redis=True)
+        return open_run(self.url, self.run)
 
 
 @contextmanager
-def open_run(source: str | None, run: str | None, *, starts_redis: bool = False) -> Iterator[FoundRun]:
-    """Yield the run that a user names.
+def open_run(source: str | None, run: str | None) -> Iterator[FoundRun]:
+    """Yield the run that a user names. In a folder of `up`, it is read from its own Redis, which is started if needed.
 
     Args:
-        source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. A name that
-            has no folder is that of a run at $ARCHIPELAGO_URL. With `starts_redis`, so is one whose folder has no
-            Redis, such as a merger's, if the run is there. This is the default, and without it the folder of `run`.
+        source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. A name whose
+            folder has no Redis, such as a merger's, is that of a run at $ARCHIPELAGO_URL if the run is there. This is
+            the default, and without it the folder of `run`.
         run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run at that place.
-        starts_redis: Whether a run in a folder is read from its own Redis, which is started if it does not run. It
-            knows more of a run than the newest checkpoint.
 
     Raises:
         BrokerError: The Redis does not answer or has no such run.
@@ -83,7 +80,7 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
     name, has_redis, kept = run or os.environ.get(RUN_VARIABLE), bool(os.environ.get(URL_VARIABLE)), None
     if source is None and name and not has_redis:
         source = str(RUNS / checked_name(name, "the run name"))
-    elif source and has_redis and run in (None, source) and _is_at_redis(source, starts_redis):
+    elif source and has_redis and run in (None, source) and _is_at_redis(source):
         kept, source, run = _folder_of(source) / "merger", None, source
     with ExitStack() as stack:
         if source is not None and is_bucket(source):
@@ -96,7 +93,7 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
             try:
                 transport = _connected(stack, source, run)
                 if run and kept is not None and run not in transport.reader.runs() and _has_checkpoint(kept):
-                    yield _in_folder(stack, kept.parent, run, starts_redis)  # its Redis has it no more
+                    yield _in_folder(stack, kept.parent, run)  # its Redis has it no more
                 else:
                     yield FoundRun(transport, folder, ITS_REDIS, shown(source or ""))
             except UnreachableError as error:
@@ -105,7 +102,7 @@ def open_run(source: str | None, run: str | None, *, starts_redis: bool = False)
                 remedy = f"{error.remedy} If the run's `up` has ended, name its folder {folder} in place of this file."
                 raise UnreachableError(error.what, remedy) from error
         else:
-            yield _in_folder(stack, _folder_of(source), run, starts_redis)
+            yield _in_folder(stack, _folder_of(source), run)
 
 
 def _has_checkpoint(folder: Path) -> bool:
@@ -114,12 +111,12 @@ def _has_checkpoint(folder: Path) -> bool:
     return bool(MergerFolder(folder).store.numbers())
 
 
-def _is_at_redis(source: str, starts_redis: bool) -> bool:
+def _is_at_redis(source: str) -> bool:
     """Return whether this is the name of a run at a Redis. A folder of that name may be that of a merger of it."""
     if "/" in source or names_redis(source):
         return False
     folder = _folder_of(source)
-    return not folder.exists() or (starts_redis and folder.parent == RUNS and not (folder / "redis").exists())
+    return not folder.exists() or (folder.parent == RUNS and not (folder / "redis").exists())
 
 
 def _folder_of(source: str) -> Path:
@@ -128,10 +125,10 @@ def _folder_of(source: str) -> Path:
     return RUNS / checked_name(source, "the run") if is_run else Path(source)
 
 
-def _in_folder(stack: ExitStack, path: Path, run: str | None, starts_redis: bool) -> FoundRun:
+def _in_folder(stack: ExitStack, path: Path, run: str | None) -> FoundRun:
     from archipelago.merger.storage import MergerFolder
 
-    if not starts_redis or not (path / "redis").is_dir():
+    if not (path / "redis").is_dir():
         return _restored(MergerFolder(path / "merger" if (path / "merger").is_dir() else path), run, str(path), path)
     try:
         address = address_of(path) or stack.enter_context(start_server(path / "redis")).url

@@ -6,9 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.files import staged_folder
@@ -17,7 +15,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.broker.shards.transport import opened
 from archipelago.islands.sync.evaluator import newest_merged
-from archipelago.ops.run_source import open_run
+from archipelago.ops.run_source import RunSource, open_run
 from archipelago.ops.settings import say
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, OWN_KIND, TOKENIZER_KEY
 
@@ -27,17 +25,12 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "model.safetensors"
 
 
-@dataclass(frozen=True)
-class ExportOptions:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(RunSource):
     """Write a run's newest parameters as safetensors, for Hugging Face's `transformers` and other programs."""
 
     out: Path
     """The folder to write. It must be empty or not exist."""
-    source: Annotated[str | None, tyro.conf.Positional] = None
-    """A Redis URL such as redis://HOST:PORT (default $ARCHIPELAGO_URL), a join file, or the name or folder of a run
-    with checkpoints on this machine."""
-    run: str | None = None
-    """The name of the run. The default is $ARCHIPELAGO_RUN, or the only run there."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the numbers in the file."""
     json: bool = False
@@ -48,7 +41,7 @@ def main(options: ExportOptions) -> int:
     require_new(options.out)
     keep_compiled()
     with progress("reading the parameters"):
-        found = find(options.source, options.run)
+        found = find(options.url, options.run)
     with progress(f"writing {options.out}"):
         kind = write(found, options.out, options.dtype)
     size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
@@ -97,10 +90,7 @@ class RunParameters:
 
 
 def find(source: str | None, run: str | None) -> RunParameters:
-    """Return the newest published parameters of the run that a user names (`open_run`).
-
-    If no Redis is named, they come from its newest checkpoint.
-    """
+    """Return the newest published parameters of the run that a user names (`open_run`)."""
     with open_run(source, run) as found:
         manifest, whole = opened(found.transport)
         merged = newest_merged(whole, manifest)

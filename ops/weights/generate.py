@@ -36,8 +36,8 @@ class GenerateOptions(RunAddress):
     """Generate text with a run's newest parameters, or with an export, which needs no Redis."""
 
     url: Annotated[str | None, tyro.conf.Positional] = None
-    """The URL of a Redis (default $ARCHIPELAGO_URL), a join file, the name or folder of a run with checkpoints on this
-    machine, or a folder that `archipelago export` wrote."""
+    """The URL of a Redis (default $ARCHIPELAGO_URL), a join file, the name or folder of a run, or a folder that
+    `archipelago export` wrote."""
     prompt: str = "\n"
     """The text to continue."""
     tokens: int = 256

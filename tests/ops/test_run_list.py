@@ -167,9 +167,7 @@ def test_a_name_without_a_folder_is_that_of_a_run_at_the_usual_redis(url: str, m
     with failing(ConfigError, "checkpoint.missing"), open_run("mine", "other"):
         pass
     Path("runs/mine").mkdir(parents=True)
-    with failing(ConfigError, "checkpoint.missing"), open_run("mine", None):
-        pass
-    with open_run("mine", None, starts_redis=True) as found:
+    with open_run("mine", None) as found:
         assert found.origin == "its Redis", "a merger that was started here has made the folder"
 
 

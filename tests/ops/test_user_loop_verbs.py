@@ -106,7 +106,7 @@ def test_a_run_with_frozen_tensors_says_what_it_trains(tmp_path: Path, capsys: p
     assert (shown["parameters"], shown["frozen_parameters"]) == (32, 40)
     status(StatusOptions(url=served.url, run="own"))
     assert "(40 more are frozen)" in capsys.readouterr().out
-    assert export(ExportOptions(Path("out"), served.url, "own", json=True)) == 0
+    assert export(ExportOptions(served.url, "own", out=Path("out"), json=True)) == 0
     assert printed(capsys)["frozen_parameters"] == 40
     assert set(load_file("out/model.safetensors")) == {"layers.0.kernel", "layers.1.kernel"}
     url = f"fakeredis://{uuid.uuid4().hex}"
@@ -133,7 +133,7 @@ def test_a_run_of_scripts_has_no_settings_of_ours_and_no_model(served: Served) -
 
 
 def test_export_writes_the_leaves_under_their_names(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export(ExportOptions(Path("out"), served.url, "own")) == 0
+    assert export(ExportOptions(served.url, "own", out=Path("out"))) == 0
     found = load_file("out/model.safetensors")
     expected = served.run.merged()
     assert set(found) == set(expected)
@@ -164,7 +164,7 @@ def test_a_checkpoint_is_not_steered(served: Served, monkeypatch: pytest.MonkeyP
     with failing(ConfigError, "config.which-run"):
         steer(SteerOptions("own", changes=("merging=paused",)))
     monkeypatch.setenv("ARCHIPELAGO_URL", f"fakeredis://{uuid.uuid4().hex}")  # which has the run no more
-    with open_run("own", None, starts_redis=True) as found:
+    with open_run("own", None) as found:
         assert found.origin.startswith("checkpoint")
     with failing(ConfigError, "config.which-run"):
         steer(SteerOptions("own", changes=("merging=paused",)))
