@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.control import CHECKPOINT, ISLAND, MERGING, PAUSED, SETTINGS, Control, checked_changes, own
+from archipelago.broker.control import CHECKPOINT, ISLAND, SETTINGS, Control, checked_changes, own
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import print_json
@@ -21,7 +19,7 @@ from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.run_source import ITS_REDIS, RunSource
 from archipelago.ops.settings import say
-from archipelago.ops.watch.formatting import new_table
+from archipelago.ops.watch.run_view import describe_control
 
 _EXAMPLES = "Write NAME=VALUE, such as outer.learning_rate=0.5, merging=paused or island.oslo=drain; or `checkpoint`."
 
@@ -56,12 +54,14 @@ def main(options: SteerOptions) -> int:
                 )
             changes = changes_of(manifest.config, options.changes, transport.reader.control(), time.time)
             transport.reader.steer(changes)
-        found = observe(transport, manifest.config)
+        fields, settings = transport.reader.control(), {name: own(manifest.config, name) for name in SETTINGS}
+        control = Control.of(fields)
         if options.json:
-            print_json(found)
+            print_json({"run": manifest.run, "set": fields, "ignored": control.faults, "own": settings})
         else:
             _warn(transport, options.changes)
-            Console(highlight=False).print(_table(found))
+            sys.stdout.write(f"{printable(describe_control(control)) or 'nothing is steered'}\n")
+            sys.stdout.write(f"the run's own: {', '.join(f'{name} = {value}' for name, value in settings.items())}\n")
     return 0
 
 
@@ -96,36 +96,9 @@ def changes_of(
     return checked_changes(config, {name: changes[name] for name in changes if name not in removed}) | removed
 
 
-def observe(transport: ReaderTransport, config: RunConfig) -> dict[str, Any]:
-    """Return the changes, and the run's own settings."""
-    fields = transport.reader.control()
-    control = Control.of(fields)
-    return {
-        "run": transport.run,
-        "set": fields,
-        "ignored": dict(control.faults),
-        "settings": {name: {"set": control.settings.get(name), "own": own(config, name)} for name in SETTINGS},
-        "paused": control.is_paused,
-        "islands": dict(control.islands),
-    }
-
-
 def _warn(transport: ReaderTransport, changes: Sequence[str]) -> None:
     """Warn if a change names an unknown island. It may be a typing error, or an island that will join later."""
     named = {word.partition("=")[0].removeprefix(ISLAND) for word in changes if word.startswith(ISLAND)}
     known = {presence.heartbeat.island for presence in transport.reader.presences()}
     for name in sorted(named - known):
         say(f"there is no island {name!r} yet; known islands: {', '.join(sorted(known)) or 'none'}")
-
-
-def _table(found: Mapping[str, Any]) -> Table:
-    table = new_table(f"run {found['run']}", "set", "run's own")
-    for name, values in found["settings"].items():
-        wish = "–" if values["set"] is None else str(values["set"])
-        table.add_row(name, wish, str(values["own"]))
-    table.add_row(MERGING, PAUSED if found["paused"] else "–", "")
-    for name, wish in sorted(found["islands"].items()):
-        table.add_row(ISLAND + name, wish, "")
-    for name, fault in found["ignored"].items():
-        table.add_row(Text(printable(name)), Text("ignored", style="yellow"), Text(printable(fault)))
-    return table
