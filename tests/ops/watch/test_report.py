@@ -80,7 +80,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transport = MemoryBroker().connect("sample")
     fill(transport)
     view = samples.view_of(transport)
-    summary = run_report.summary(view, [(100, 6.0), (200, 5.0)], tokens_per_second=1.0, seconds=1.0, server="none")
+    summary = run_report.summary(view, [(100, 6.0), (200, 5.0)], seconds=1.0)
     run_report.write(folder, summary)
     pending = samples.packed(np.zeros(MANIFEST.sizes[0], np.float32))
     image = samples.image(MANIFEST, [pending], noise=b"", tape=transport.reader.tape(99),
