@@ -174,7 +174,6 @@ def test_the_package_and_the_command_line_begin_without_numpy() -> None:
     """The command line sets the number of numpy's threads, which numpy reads when it is loaded."""
     assert not tops(loaded_by("archipelago")) & {"numpy", "jax", "redis", "pydantic", "tyro"}
     assert not tops(loaded_by("archipelago.ops.cli")) & {"numpy"}
-    assert not tops(loaded_by("archipelago.pytorch")) & {"numpy", "jax", "torch"}
 
 
 def test_every_public_name_can_be_used() -> None:
