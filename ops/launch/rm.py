@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
 from archipelago.ops.settings import confirm, say
-from archipelago.ops.watch.formatting import ago
-from archipelago.ops.watch.run_list import entry_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
             "Stop them first, with SIGTERM or Ctrl-C. --force deletes the run nevertheless.",
             code="run.alive",
         )
-    what = f"This deletes all keys of the run {run!r} at {where}{_described(transport)}."
+    what = f"This deletes all keys of the run {run!r} at {where}."
     confirm(what, run, given=options.yes)
     users = delete_users(transport.connection)
     count = sum(map(delete_shard, shards))
@@ -103,12 +100,3 @@ def living(transport: RedisTransport) -> list[str]:
     out = [f"the merger {holder}" for holder in (status.holders if status else ())]
     out += [f"the standby {standby.name}" for standby in reader.standbys()]
     return out + [f"the island {p.heartbeat.island}" for p in reader.presences() if p.is_live]
-
-
-def _described(transport: RedisTransport) -> str:
-    try:
-        entry = entry_of(transport)
-    except (BrokerError, ConfigError):
-        return ""
-    active = "" if math.isnan(entry.idle_seconds) else f", last active {ago(entry.idle_seconds)} ago"
-    return f" ({entry.model}, round {entry.round:,}, step {entry.step:,} of {entry.steps:,}{active})"

@@ -154,7 +154,7 @@ def _at(address: str, run: str, where: str) -> RunEntry:
         return RunEntry(run, where, "unreadable", is_served=False)
 
 
-def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
+def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
     reading = Watcher(transport, RECENT_ROUNDS).read()
     view = reading.view
