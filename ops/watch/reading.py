@@ -218,14 +218,6 @@ class RunReading:
         return state_of(self.view, self.problems)
 
 
-@dataclass(frozen=True)
-class Outage:
-    """The reason why there is no new reading, and what is done about it."""
-
-    what: str
-    more: str = ""
-
-
 class Watcher:
     """A reader that reads one run repeatedly. Only the thread that calls `update` uses the transport.
 
@@ -255,7 +247,7 @@ class Watcher:
         self._primary, self._rounds, self._address = transport, rounds, address
         self._folder = shlex.quote(str(folder)) if folder else ""
         self._up = up_command(folder, transport.run) if folder and address == "URL" else ""
-        self._outage: Outage | None = None
+        self._outage: ArchipelagoError | None = None
         self._ahead = 0.0
         self.manifest, self.transport = opened(transport, for_display=True)
         self.history = History(self.manifest.shard_layout)
@@ -272,17 +264,16 @@ class Watcher:
             self.latest = self.read()
         except ArchipelagoError as error:
             self._seldom_due = -math.inf  # After an outage everything is read again.
-            more = CONTINUES if isinstance(error, UnreachableError) else error.remedy
-            self._outage = Outage(error.what, f"{more} [{error.code}]")
+            self._outage = UnreachableError(error.what, CONTINUES) if isinstance(error, UnreachableError) else error
         else:
             self._outage = None
         return self._outage is None
 
-    def outage(self) -> Outage | None:
+    def outage(self) -> ArchipelagoError | None:
         """Return why there is no new reading, if there is none. A reading that hangs is an outage."""
         last = self.latest
         if self._outage is None and last and self.now() - last.unix_seconds > PATIENCE_SECONDS:
-            return Outage(SILENT, f"{CONTINUES} [{UnreachableError.code}]")
+            return UnreachableError(SILENT, CONTINUES)
         return self._outage
 
     def now(self) -> float:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.messages import TapeEntry
 from archipelago.ops.watch.advice import grouped
 from archipelago.ops.watch.formatting import ago, clock
-from archipelago.ops.watch.reading import Outage, RunReading
+from archipelago.ops.watch.reading import RunReading
 
 #: The state while there is no new reading.
 NO_ANSWER = "no answer"
@@ -70,7 +71,7 @@ class StateLine:
         return " · ".join(filter(None, (self.word, f"{self.share:.0%}", self.left, old, self.sentence.rstrip("."))))
 
 
-def state_line(reading: RunReading | None, outage: Outage | None = None) -> StateLine:
+def state_line(reading: RunReading | None, outage: ArchipelagoError | None = None) -> StateLine:
     """Return the state of a run.
 
     Args:
@@ -98,8 +99,9 @@ def mood_of(word: str, is_troubled: bool) -> str:
     return "warn" if is_troubled and mood in ("good", "busy") else mood
 
 
-def _away(outage: Outage) -> StateLine:
-    return StateLine(NO_ANSWER, "warn", 0.0, math.nan, "stalled", f"{outage.what}.", outage.more, "bad", NO_ANSWER)
+def _away(outage: ArchipelagoError) -> StateLine:
+    what, remedy = f"{outage.what}.", f"{outage.remedy} [{outage.code}]"
+    return StateLine(NO_ANSWER, "warn", 0.0, math.nan, "stalled", what, remedy, "bad", NO_ANSWER)
 
 
 def _remark(reading: RunReading) -> tuple[str, str, str, str]:

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from archipelago.broker.errors import ConfigError, few_of
+from archipelago.broker.errors import ArchipelagoError, ConfigError, few_of
 from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.progress import progress
@@ -27,7 +27,7 @@ from archipelago.ops.run_source import FoundRun, RunSource
 from archipelago.ops.watch.advice import Problem, grouped
 from archipelago.ops.watch.formatting import ago, clock, new_table, number, size
 from archipelago.ops.watch.history import RECENT_ROUNDS, Event
-from archipelago.ops.watch.reading import LOOK_SECONDS, Outage, RunReading, Watcher, repeated
+from archipelago.ops.watch.reading import LOOK_SECONDS, RunReading, Watcher, repeated
 from archipelago.ops.watch.run_view import (
     IslandView,
     RunView,
@@ -118,7 +118,7 @@ def render(reading: RunReading) -> RenderableType:
     return Group(first, run_lines(view, reading.unix_seconds), Islands(view, ROWS), *lines)
 
 
-def live_screen(reading: RunReading | None, outage: Outage | None, now: float, height: int) -> RenderableType:
+def live_screen(reading: RunReading | None, outage: ArchipelagoError | None, now: float, height: int) -> RenderableType:
     """Return the screen of `status --watch`. What does not fit into its height is cut off at its end.
 
     Args:
@@ -152,7 +152,7 @@ def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
     return text.append(printable(f" {state.remedy}"), style) if with_remedy and state.remedy else text
 
 
-def line(reading: RunReading | None, outage: Outage | None = None) -> str:
+def line(reading: RunReading | None, outage: ArchipelagoError | None = None) -> str:
     """Return the run in one line, for logs and pipes: its state, and the last known figures."""
     state = state_line(reading, outage).text
     if reading is None or outage:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.control import Control
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Counters, Evaluation, Note, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.failures import refused_writes
@@ -21,7 +22,7 @@ from archipelago.ops.launch.opening import CERTIFICATES
 from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, grouped, problems, rising, state_of, verdict
 from archipelago.ops.watch.history import events_of
-from archipelago.ops.watch.reading import Outage, RunReading, summarise, up_command
+from archipelago.ops.watch.reading import RunReading, summarise, up_command
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import MOODS, state_line, steps_per_second
 from tests import samples
@@ -285,7 +286,7 @@ def test_the_state_of_a_run() -> None:
     assert state_of(away, problems(away)) == "shard away"
 
 
-HANGS = Outage("Redis does not answer", "The display continues by itself.")
+HANGS = UnreachableError("Redis does not answer", "The display continues by itself.")
 
 
 PACED = [replace(ROUND, round=n, step=10 * n, unix_seconds=NOW - 40 + 4.0 * n) for n in range(1, 9)]
@@ -315,7 +316,7 @@ def test_a_run_that_trains_has_an_estimate_and_no_old_figures() -> None:
     ],
 )
 def test_a_run_that_stands_still_is_stalled_and_its_figures_have_a_time(
-    word: str, still: float, holder: str, outage: Outage | None, since: float
+    word: str, still: float, holder: str, outage: UnreachableError | None, since: float
 ) -> None:
     state = state_line(reading(still, holder), outage)
     assert (state.word, state.mood, state.left, state.urgency) == (word, "warn", "stalled", "bad")

@@ -33,7 +33,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.watch import formatting, status
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.history import Event
-from archipelago.ops.watch.reading import Outage, RunReading, Watcher, summarise
+from archipelago.ops.watch.reading import RunReading, Watcher, summarise
 from archipelago.ops.watch.run_view import RunView, describe_control
 from tests import samples
 from tests.failing import failing
@@ -62,7 +62,7 @@ def reading(islands: int = 3, events: int = 0, live: int | None = None) -> RunRe
     return RunReading(view(islands, live), NOW, events=happenings)
 
 
-def drawn(shown: RunReading | None, width: int, height: int, outage: Outage | None = None) -> list[str]:
+def drawn(shown: RunReading | None, width: int, height: int, outage: UnreachableError | None = None) -> list[str]:
     console = Console(record=True, width=width, height=height, file=StringIO(), highlight=False, force_terminal=True)
     console.print(status.live_screen(shown, outage, NOW, height))
     return console.export_text().rstrip("\n").split("\n")
@@ -105,7 +105,7 @@ def test_the_worst_problem_and_an_outage_are_shown_above_the_last_reading() -> N
     assert [line.split(":")[0] for line in lines if "heartbeats" in line] == ["training · 50% · bergen"]
     assert any("[island.silent]" in line for line in lines)
     for last in (None, reading()):
-        text = "\n".join(drawn(last, 80, 30, Outage("Redis does not answer", "refused")))
+        text = "\n".join(drawn(last, 80, 30, UnreachableError("Redis does not answer", "refused")))
         as_of = r" · figures as of \w+ \d+ \d\d:\d\d" if last else ""
         share = "50%" if last else "0%"
         assert re.search(
@@ -139,7 +139,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     shown = RunReading(found, NOW, events=[Event(NOW, evil, "refused", evil)])
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
     console.print(status.render(RunReading(found, NOW, problems(found))))
-    console.print(status.live_screen(shown, Outage(evil), NOW, 60))
+    console.print(status.live_screen(shown, UnreachableError(evil), NOW, 60))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert text.count("mine") >= 10
@@ -204,7 +204,7 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     assert since is not None
     assert "refused" in since.what
     assert not watch.update()
-    assert (watch.latest, watch.outage()) == (first, since)
+    assert (watch.latest, str(watch.outage())) == (first, str(since))
     flaky.silent = False
     closed(flaky, 3)
     flaky.reader.record_evaluation(Evaluation(3, 1, 1, NOW, 2.5))
