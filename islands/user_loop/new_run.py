@@ -112,17 +112,14 @@ def require_same(found: Manifest, own: Manifest, unmerged: Collection[str]) -> N
         )  # fmt: skip
 
 
-def require_no_islands(transport: Transport, *, can_replace: bool = False) -> None:
-    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive.
-
-    `can_replace` says that the caller has the flag `--replace`.
-    """
+def require_no_islands(transport: Transport) -> None:
+    """Raise ConfigError if islands of a run of this name, which the Redis does not have, are alive."""
     live = sorted(presence.heartbeat.island for presence in transport.reader.presences() if presence.is_live)
     if live:
         raise ConfigError(
             f"{len(live)} islands of a run {transport.run!r} that this Redis has lost are alive, such as {live[0]}",
             "A new run would begin from new weights. To continue theirs, start its merger with --resume. To give it "
-            "up, stop them and wait 10 s" + (", or repeat this with --replace." if can_replace else "."),
+            "up, stop them and wait 10 s.",
             code="init.islands-live",
         )
 

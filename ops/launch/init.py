@@ -26,7 +26,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
-from archipelago.islands.user_loop.new_run import require_no_islands as require_no_islands
+from archipelago.islands.user_loop.new_run import require_no_islands
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.simulation.cycle import footprint_here
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_model, require_tokenizer
@@ -53,8 +53,6 @@ class InitOptions:
     shards: int = 1
     """How many mergers share the work. Each merges fragments of its own, so a model that is too large for one merger
     needs several. One process serves all shards until others come (docs/guide/scaling.md#shards)."""
-    replace: bool = False
-    """Begin a new run although islands still train in one of that name that this Redis has lost. They leave."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
     """Print one JSON object."""
@@ -64,9 +62,7 @@ def main(options: InitOptions) -> int:
     """Create the run, or report that it exists already."""
     config = checked(options.settings)
     transport = connect_to(options.url, checked_name(options.run, "the run name"))
-    manifest, created = create(
-        transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards
-    )
+    manifest, created = create(transport, config, options.from_, task=options.task, shards=options.shards)
     if options.json:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
@@ -127,17 +123,9 @@ def tell_of_memory(manifest: Manifest, server: Memory) -> None:
 
 
 def create(
-    transport: Transport,
-    config: RunConfig,
-    weights: Path | None = None,
-    *,
-    may_replace: bool = False,
-    task: str | None = None,
-    shards: int = 1,
+    transport: Transport, config: RunConfig, weights: Path | None = None, *, task: str | None = None, shards: int = 1
 ) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether this call created it, from `weights` or from fresh parameters.
-
-    `may_replace` says whether to create it although islands of a lost run of its name are alive.
 
     Raises:
         ConfigError: Islands of a lost run of that name are alive (`init.islands-live`), or there are more shards than
@@ -152,8 +140,7 @@ def create(
     try:
         found = transport.reader.manifest()
     except UnknownRunError:  # There is no such run, or only its name.
-        if not may_replace:
-            require_no_islands(transport, can_replace=True)
+        require_no_islands(transport)
         manifest, params = _new(workload_of(config, task, weights), transport.run, weights)
         manifest = replace(with_shards(manifest, shards), uid=uuid.uuid4().hex)
         if weights is not None:

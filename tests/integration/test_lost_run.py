@@ -16,6 +16,7 @@ from archipelago.broker.transport import refusal
 from archipelago.islands.sync.connection.outbox import KEPT_MIN
 from archipelago.islands.sync.leaving import leave
 from archipelago.islands.sync.recovery import Newcomer
+from archipelago.islands.user_loop.new_run import require_no_islands
 from archipelago.islands.worker import Island
 from archipelago.merger.executor import at_once
 from archipelago.merger.main import MergerOptions
@@ -145,7 +146,7 @@ def test_a_new_run_does_not_replace_living_islands(lost: LostRun) -> None:
         init.main(lost.options())
     lost.trained.beat("left")
     lost.trained.link.pump()
-    init.require_no_islands(lost.redis)
+    require_no_islands(lost.redis)
 
 
 @pytest.mark.parametrize("notices", ["pump_heartbeat", "pump_receive"])

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError
-from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, tokenizer_at
@@ -60,7 +60,7 @@ def test_weights_need_text_of_their_tokenizer(exports: Path) -> None:
             with failing(DataError, "weights.tokenizer"):
                 workload_of(config_of(corpus), None, exports / weights)
             with failing(DataError, "weights.tokenizer"):
-                create(MemoryBroker().connect("run"), config_of(corpus), exports / weights, may_replace=True)
+                create(connect("fakeredis://tokenizers", "run"), config_of(corpus), exports / weights)
 
 
 def test_weights_of_another_program_are_compared_by_the_tokenizer_beside_them(exports: Path, tmp_path: Path) -> None:
