@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,10 +49,6 @@ PING_SHARE = 0.25
 NO_RUN = "any"
 SECONDS_MAX = 120.0
 MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
-#: Room for logs, a Redis of the run's own and small checkpoints.
-DISK_BYTES = 2e9
-#: Bytes of checkpoints per parameter: the three newest checkpoints of merger and island, at 12 bytes each.
-CHECKPOINT_BYTES = 72
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 
@@ -71,8 +66,6 @@ class DoctorOptions:
     """The run to join. The default is $ARCHIPELAGO_RUN, or the only run there."""
     seconds: float = 4.0
     """The approximate time for measuring the link. 0 measures no bandwidth and writes nothing."""
-    folder: Path = Path("runs")
-    """The folder in which this machine would keep runs."""
     json: bool = False
     """Print one JSON object."""
 
@@ -95,7 +88,7 @@ def main(options: DoctorOptions) -> int:
         os.environ["JAX_PLATFORMS"] += ",cpu"  # on which spectra are tried
     with busy.status("loading JAX"):
         keep_compiled()
-        here = check_machine(options.folder, server)
+        here = check_machine(server)
     out.print(section("this machine", here), "")
     findings = [*server.findings, *here]
     problems, warnings = (sum(f.level == level for f in findings) for level in ("problem", "warning"))
@@ -255,13 +248,12 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
 # -- this machine ------------------------------------------------------------------------------------------------------
 
 
-def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
+def check_machine(server: CheckedServer) -> list[Finding]:
     """Check this machine, and what an island of the run would do here."""
     manifest, devices = server.manifest, accelerators()
     on_device = devices.level != "problem" and import_module("jax").default_backend() != "cpu"
     found = [
         machine(available_here(), footprint_here(manifest) if manifest else None, on_device),
-        disk(free_bytes(folder), folder, manifest.parameters if manifest else 0),
         devices,
     ]
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
@@ -293,24 +285,6 @@ def machine(available_bytes: int, needed: Mapping[str, int] | None, on_device: b
     if on_device or island <= available_bytes:
         return ok("machine", what)
     return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk that `folder` is or will be on."""
-    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
-    return shutil.disk_usage(existing).free
-
-
-def disk(free: int, folder: Path, parameters: int) -> Finding:
-    """Compare the free disk space with the size of checkpoints."""
-    need = CHECKPOINT_BYTES * parameters
-    what = f"{size(free)} are free for {folder}/."
-    what += f" Checkpoints take up to {size(need)}." if parameters else ""
-    remedy = "Free some space, or keep the run elsewhere (--folder)."
-    if free < need:
-        return problem("disk.full", what, remedy)
-    tight = free < need + DISK_BYTES
-    return warning("disk.tight", what, remedy) if tight else ok("disk", what)
 
 
 def corpus(wanted: Corpus) -> Finding:

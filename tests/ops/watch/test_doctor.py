@@ -302,7 +302,7 @@ def test_a_healthy_site(
 def test_without_a_server_or_a_run_the_rest_is_still_checked(call: Call, own: RedisServer, raw: Any) -> None:
     status, found = call()
     assert (status, found["redis"]) == (0, None)
-    here = {"machine", "disk", "devices", "spectra"}
+    here = {"machine", "devices", "spectra"}
     assert {finding["subject"] for finding in found["findings"]} == here
     status, found = call(url="redis://127.0.0.1:1")
     first, *rest = found["findings"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,13 +159,10 @@ def test_the_server_needs_room_for_the_tape_and_the_state_of_many_islands() -> N
         assert f"With {islands} islands" in found.what
 
 
-def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
-    for parameters, level in ((0, "ok"), (100_000_000, "ok"), (120_000_000, "warning"), (200_000_000, "problem")):
-        assert main.disk(10_000_000_000, Path("runs"), parameters).level == level
+def test_this_machine_needs_memory_for_an_island_without_an_accelerator() -> None:
     for need, level in ((8 << 30, "ok"), (9 << 30, "warning")):
         assert main.machine(8 << 30, {"an island": need, "the merger": 0}).level == level
         assert main.machine(8 << 30, {"an island": need, "the merger": 0}, on_device=True).level == "ok"
-    assert main.free_bytes(tmp_path / "not" / "there" / "yet") > 0
     assert main.accelerators().level == "ok"
 
 
