@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import threading
@@ -11,14 +10,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import distribution
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.config import RunConfig, differing, flat
 from archipelago.broker.control import STEPS, island_field
-from archipelago.broker.errors import ArchipelagoError, ConfigError, UnknownRunError
-from archipelago.broker.machine import install_hint, is_installed
+from archipelago.broker.errors import ArchipelagoError, UnknownRunError
+from archipelago.broker.machine import require_extra
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.process import finite
 from archipelago.ops.settings import setting_text
@@ -37,13 +37,9 @@ EVENTS_SHOWN = 120
 
 
 def chart_library() -> Path:
-    """Return plotly.min.js of the installed package, without importing it. Raises ConfigError if there is none."""
-    if is_installed("plotly"):
-        found = importlib.util.find_spec("plotly")
-        path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None
-        if path is not None and path.is_file():
-            return path
-    raise ConfigError("charts need plotly, which this Python does not have", install_hint("dash"), code="config.extra")
+    """Return plotly.min.js of the installed package, without importing it. Raises ConfigError without the extra."""
+    require_extra("dash", "The page")
+    return Path(str(distribution("plotly").locate_file("plotly/package_data/plotly.min.js")))
 
 
 #: What a view was made of, and what plain data have in another form.
