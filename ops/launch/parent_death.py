@@ -27,17 +27,15 @@ _SIGKILL = 9  # Importing `signal` takes as long as `ctypes`.
 _ORPHANED, _NOT_EXECUTABLE, _NOT_FOUND = 1, 126, 127  # The last two are a shell's.
 
 
-def command(argv: Sequence[str], *, watch: bool | None = None, niceness: int = 0) -> list[str]:
+def command(argv: Sequence[str], *, niceness: int = 0) -> list[str]:
     """Return the command line that runs `argv` and ends it with the calling process, which must also start it.
 
     The command names this file and skips site packages, so it works from any folder and with any kind of install.
 
     Args:
-        watch: Force the supervisor (True) or the death signal (False). None takes the signal if the system has it.
         niceness: How much the program gives way to others for a processor, from 0 to 19, as with `nice`.
     """
-    supervised = not HAS_DEATH_SIGNAL if watch is None else watch
-    way = "watch" if supervised else "signal"
+    way = "signal" if HAS_DEATH_SIGNAL else "watch"
     own = [sys.executable, "-I", "-S", os.path.abspath(__file__)]  # noqa: PTH100 pathlib is slow to import
     return [*own, str(os.getpid()), str(niceness), way, *argv]
 

@@ -22,10 +22,17 @@ WAYS = (True, False) if parent_death.HAS_DEATH_SIGNAL else (True,)
 LAUNCHER = """
 import subprocess, sys
 from archipelago.ops.launch import parent_death
-watch = sys.argv[1] == "True"
-argv = parent_death.command(["sh", "-c", "echo $$; exec sleep 600"], watch=watch)
+parent_death.HAS_DEATH_SIGNAL = sys.argv[1] == "False"
+argv = parent_death.command(["sh", "-c", "echo $$; exec sleep 600"])
 subprocess.Popen(argv, start_new_session=True).wait()
 """
+
+
+def command(argv: list[str], watch: bool, niceness: int = 0) -> list[str]:
+    """Return the command line on a system with a death signal, or on one without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parent_death, "HAS_DEATH_SIGNAL", not watch)
+        return parent_death.command(argv, niceness=niceness)
 
 
 def run(argv: list[str], *, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -45,7 +52,7 @@ def test_a_child_dies_with_a_killed_launcher(until: Until) -> None:
 
 def test_a_child_is_not_started_if_its_launcher_is_already_gone() -> None:
     for watch in WAYS:
-        argv = parent_death.command(["echo", "started"], watch=watch)
+        argv = command(["echo", "started"], watch)
         done = run([str(os.getppid()) if word == str(os.getpid()) else word for word in argv])
         assert (done.returncode, done.stdout) == (1, ""), watch
 
@@ -60,7 +67,7 @@ def test_a_child_receives_signals_and_returns_its_status() -> None:
         "sys.exit(9)"
     )
     for watch, number in itertools.product(WAYS, (signal.SIGTERM, signal.SIGINT)):
-        argv = parent_death.command([sys.executable, "-c", code.format(int(number))], watch=watch)
+        argv = command([sys.executable, "-c", code.format(int(number))], watch)
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == "up\n"
@@ -73,14 +80,14 @@ def test_a_child_passes_on_arguments_output_status_and_niceness(tmp_path: Path) 
     echo = ["sh", "-c", 'echo "$1" "$2"; nice; exit 7', "sh", "two words", "--watch"]
     niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
     for watch in WAYS:
-        done = run(parent_death.command(echo, watch=watch, niceness=3), cwd=tmp_path)
+        done = run(command(echo, watch, niceness=3), cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (7, f"two words --watch\n{niceness}\n", ""), watch
-        missing = run(parent_death.command(["/no/such/program"], watch=watch))
+        missing = run(command(["/no/such/program"], watch))
         assert (missing.returncode, "/no/such/program" in missing.stderr) == (127, True), watch
 
 
 def test_the_supervisor_reports_a_signal_as_a_shell_does() -> None:
-    assert run(parent_death.command(["sh", "-c", "kill -TERM $$"], watch=True)).returncode == 128 + signal.SIGTERM
+    assert run(command(["sh", "-c", "kill -TERM $$"], watch=True)).returncode == 128 + signal.SIGTERM
 
 
 def test_the_module_imports_nothing_slow() -> None:
