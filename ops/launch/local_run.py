@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import chosen
 from archipelago.broker.control import IN_WORDS
 from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.files import write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.options import WorkerOptions
@@ -36,7 +37,7 @@ from archipelago.ops.launch.supervisor import (
     stop_all,
     thread_environment,
 )
-from archipelago.ops.settings import say
+from archipelago.ops.settings import say, to_toml
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch.history import RECENT_ROUNDS
 from archipelago.ops.watch.reading import Watcher, repeated
@@ -87,7 +88,6 @@ class LocalRun:
     joins: Mapping[str, str]
     shares: DeviceShares | None
     seconds: float = 0.0
-    _view: RunView | None = None
     _left_at: float = 0.0  # when the islands here had left, in Unix seconds
     _serves_others: bool = False
 
@@ -225,14 +225,12 @@ class LocalRun:
             time.sleep(POLL_SECONDS)
         stop_all([self.merger], leave_seconds(self.options))
 
-    @property
-    def steps(self) -> int:
-        """The length of the run when it was last seen."""
-        return self._view.steps if self._view else 0
-
     def _observe(self) -> RunView:
-        self._view = Watcher(self.transport, RECENT_ROUNDS).read().view
-        return self._view
+        """Return the run as it is now. Write its settings, of which an operator may have changed the length."""
+        view, config = Watcher(self.transport, RECENT_ROUNDS).read().view, self.options.settings
+        settings = replace(config, inner=replace(config.inner, steps=view.steps))
+        write_atomically(self.folder / "config.toml", to_toml(settings))  # for `runs` and the comparison
+        return view
 
     # -- the report -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.control import STEPS, checked_changes, run_steps
 from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
-from archipelago.broker.files import require_writable, write_atomically
+from archipelago.broker.files import require_writable
 from archipelago.broker.invitation import ADMIN, Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.options import WorkerOptions
@@ -34,7 +34,7 @@ from archipelago.ops.launch.init import create, require_same, text_of, trainable
 from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
-from archipelago.ops.settings import is_given, say, to_toml
+from archipelago.ops.settings import is_given, say
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch.history import RECENT_ROUNDS
 from archipelago.ops.watch.reading import Watcher
@@ -95,8 +95,8 @@ class UpOptions(WorkerOptions):
 
 def main(options: UpOptions) -> int:
     """Train, and write the report. Return 130 if training was interrupted, and 1 if its islands left before its end."""
-    config = checked(options.settings)
-    name = checked_name(options.run, "the run name")
+    options = replace(options, settings=checked(options.settings))
+    config, name = options.settings, checked_name(options.run, "the run name")
     require_sensible(options)
     options, shares = _with_devices(options)
     folder = options.folder / name
@@ -124,7 +124,6 @@ def main(options: UpOptions) -> int:
         kept = MergerFolder(folder / "merger", bucket=bucket.child("merger") if bucket else None)
         manifest, created = _find_or_create(transport, config, kept, options)
         all_shards = whole(transport, manifest)
-        _keep_settings(folder, config, run_steps(manifest.config, all_shards.reader.control()))
         _greet(manifest, created, server, url, folder)
         names = [island_name(number) for number in range(options.islands)]
         for line in shares.describe(names) if shares else []:
@@ -138,7 +137,6 @@ def main(options: UpOptions) -> int:
         watcher = Watcher(stack.enter_context(closing(connect(url, name, invited))), RECENT_ROUNDS)
         local = LocalRun(options, manifest, all_shards, watcher, url, folder, stopped, server, joins, shares)
         finished = local.train()
-        _keep_settings(folder, config, local.steps)  # an operator may have changed the length meanwhile
         report = {} if local.seconds else run_report.read(folder) or {}
         if "syncs_in_words" not in report:  # else this call trained nothing, and an earlier one wrote it
             report = local.report(with_comparison=finished and options.one_process and has_losses)
@@ -264,11 +262,6 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
     if server:  # The file holds the password, so that it shows neither here nor in `ps`.
         say(f"  watch   archipelago status {file}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")
-
-
-def _keep_settings(folder: Path, config: RunConfig, steps: int) -> None:
-    """Write the run's settings with its length into its folder, for `runs`, the page and the comparison."""
-    write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
 
 
 def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpOptions) -> None:
