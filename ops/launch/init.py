@@ -241,15 +241,7 @@ def require_same(found: Manifest, config: RunConfig, weights: Path | None, *, ta
     if task is not None:
         require_same_tensors(found, work.model.tensors)
         return
-    try:
-        found.require_same(work.describe(found.run))
-    except MismatchError as error:
-        raise MismatchError(
-            error.subject,
-            error.run_value,
-            error.worker_value,
-            "Use the run's own text, or name another run with --run.",
-        ) from None
+    found.require_same(work.describe(found.run))
 
 
 def _require_own_settings(found: Manifest, config: RunConfig) -> None:
@@ -265,13 +257,10 @@ def _require_own_settings(found: Manifest, config: RunConfig) -> None:
     remedy = "To go on with the run, give its own values. Islands and mergers take them by themselves."
     if STEPS in changed:
         remedy += f" To change the length of the run: `archipelago steer {STEPS}=N --run {found.run}`."
-    shown = {key: (setting_text(theirs), setting_text(ours)) for key, (theirs, ours) in changed.items()}
-    said = "; ".join(f"{key} is {theirs} (given: {ours})" for key, (theirs, ours) in shown.items())
+    said = "; ".join(f"{key} is {setting_text(a)} (given: {setting_text(b)})" for key, (a, b) in changed.items())
+    theirs, ours = (", ".join(map(setting_text, values)) for values in zip(*changed.values(), strict=True))
     raise MismatchError(
-        ", ".join(shown),
-        ", ".join(theirs for theirs, _ in shown.values()),
-        ", ".join(ours for _, ours in shown.values()),
-        f"{remedy} For other settings, name another run with --run.",
+        ", ".join(changed), theirs, ours, f"{remedy} For other settings, name another run with --run.",
         code="config.other-settings",
         what=f"the run {found.run!r} has other settings: {said}",
-    )
+    )  # fmt: skip
