@@ -15,9 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +29,7 @@ from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.merge_load import SPECTRA_REMEDY
 from archipelago.broker.presence import Presence
-from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, RunAddress, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
@@ -53,17 +51,13 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class DoctorOptions:
-    """Check a site before it joins a run: its Redis, the link to it, and this machine.
+class DoctorOptions(RunAddress):
+    """Check a site before it joins a run: its Redis, the link to it, and this machine. Without a URL, only the latter.
 
     Each finding says what to do about it. The measurement sends bursts of a few MB through one key of about 1 MiB, and
     deletes the key. The exit status is 1 if there is a problem, and 0 if there are only warnings.
     """
 
-    url: Annotated[str | None, tyro.conf.Positional] = None
-    """The URL or join file of a Redis. The default is $ARCHIPELAGO_URL. Without both, only this machine is checked."""
-    run: str | None = None
-    """The run to join. The default is $ARCHIPELAGO_RUN, or the only run there."""
     seconds: float = 4.0
     """The approximate time for measuring the link. 0 measures no bandwidth and writes nothing."""
     json: bool = False
@@ -74,7 +68,7 @@ def main(options: DoctorOptions) -> int:
     """Check everything, and print it part by part. Return 1 if there is a problem."""
     require_number("--seconds", options.seconds, f"Choose 0 to {SECONDS_MAX:g}.", most=SECONDS_MAX)
     url, run = options.url or os.environ.get(URL_VARIABLE), options.run or os.environ.get(RUN_VARIABLE)
-    invited = invitation_at(url or "")
+    invited = options.invitation()
     url, run = (invited.url, run or invited.run) if invited else (url, run)
     out = Console(highlight=False, quiet=options.json)
     busy = Console(stderr=True, quiet=options.json)
