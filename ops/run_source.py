@@ -13,7 +13,7 @@ import tyro
 
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_bucket
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.progress import progress
@@ -68,7 +68,7 @@ def open_run(source: str | None, run: str | None) -> Iterator[FoundRun]:
     Args:
         source: A Redis URL or a join file, the name or folder of a run, or the address of one in a bucket. A name whose
             folder has no Redis, such as a merger's, is that of a run at $ARCHIPELAGO_URL if the run is there. This is
-            the default, and without it the folder of `run`.
+            the default, and without it the folder of `run`. The file admin.join in a folder of `up` stands for it.
         run: The name of the run. The default is $ARCHIPELAGO_RUN, or the only run at that place.
 
     Raises:
@@ -78,7 +78,10 @@ def open_run(source: str | None, run: str | None) -> Iterator[FoundRun]:
         UnknownRunError: The checkpoints belong to another run.
     """
     name, has_redis, kept = run or os.environ.get(RUN_VARIABLE), bool(os.environ.get(URL_VARIABLE)), None
-    if source is None and name and not has_redis:
+    file = Path(source or "")
+    if file.name == ADMIN_FILE and (file.parent / "redis").is_dir():
+        source = f"{file.parent}/"  # of `up`, which may have ended
+    elif source is None and name and not has_redis:
         source = str(RUNS / checked_name(name, "the run name"))
     elif source and has_redis and run in (None, source) and _is_at_redis(source):
         kept, source, run = _folder_of(source) / "merger", None, source
@@ -88,19 +91,11 @@ def open_run(source: str | None, run: str | None) -> Iterator[FoundRun]:
 
             yield _restored(stack.enter_context(fetched(source)), run, redacted(source), None)
         elif source is None or names_redis(source):
-            file = Path(source or "")
-            folder = file.parent if file.name == ADMIN_FILE and (file.parent / "redis").is_dir() else None
-            try:
-                transport = _connected(stack, source, run)
-                if run and kept is not None and run not in transport.reader.runs() and _has_checkpoint(kept):
-                    yield _in_folder(stack, kept.parent, run)  # its Redis has it no more
-                else:
-                    yield FoundRun(transport, folder, ITS_REDIS, shown(source or ""))
-            except UnreachableError as error:
-                if folder is None:
-                    raise
-                remedy = f"{error.remedy} If the run's `up` has ended, name its folder {folder} in place of this file."
-                raise UnreachableError(error.what, remedy) from error
+            transport = _connected(stack, source, run)
+            if run and kept is not None and run not in transport.reader.runs() and _has_checkpoint(kept):
+                yield _in_folder(stack, kept.parent, run)  # its Redis has it no more
+            else:
+                yield FoundRun(transport, None, ITS_REDIS, shown(source or ""))
         else:
             yield _in_folder(stack, _folder_of(source), run)
 
