@@ -146,7 +146,7 @@ EXAMPLES = {
     "archipelago export runs/demo --out demo-llama": "Write the newest parameters as a Llama.",
     "archipelago export redis://HOST:6379 --run demo --out demo-llama": "Write the newest parameters of a run.",
     "archipelago serve-weights weights/ redis://HOST:6379 --run demo": "Hand each version on to inference engines.",
-    "archipelago generate demo-llama --prompt 'def main(' --tokens 200": "Continue a prompt with an export.",
+    "archipelago generate demo --prompt 'def main(' --tokens 200": "Continue a prompt with the run in runs/demo.",
     "archipelago generate redis://HOST:6379 --run demo": "Sample from a run that trains now.",
     "archipelago prepare notes/ --name mine": "Make a corpus of the text files in a folder.",
     "archipelago prepare notes/ --name mine --tokenizer tokenizer.json": "Store it as tokens.",

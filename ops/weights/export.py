@@ -71,7 +71,6 @@ def _uses(found: RunParameters, out: Path, kind: str) -> Iterator[str]:
     if found.manifest.config.has_user_loops:
         yield f"in a script:  safetensors.numpy.load_file('{out / WEIGHTS_FILE}') has the tensors by name"
         return
-    yield f"text:  archipelago generate {out} --prompt 'Once'"
     yield f"continue from here:  archipelago up --from {out} --model.size {found.manifest.config.model.size}"
 
 

@@ -16,7 +16,6 @@ from archipelago.broker.manifest import Tensor
 
 if TYPE_CHECKING:
     from archipelago.islands.data.corpus import OpenCorpus
-    from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.interface import Params
 
 CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
@@ -265,22 +264,3 @@ def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
         "--data.corpus.",
         code="weights.tokenizer",
     )
-
-
-def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
-    """Return the tokenizer in the folder of an export.
-
-    Raises DataError if it is not the one that the weights were trained with (`weights.tokenizer`), or if its file is
-    missing or cannot be used.
-    """
-    from archipelago.islands.data.tokenizer import FILE, from_file
-
-    found = from_file(files.folder / FILE)
-    if files.tokenizer and found.meaning != files.tokenizer:
-        raise DataError(
-            f"{files.folder / FILE} is not the tokenizer that the weights were trained with ({found.meaning}, not "
-            f"{files.tokenizer})",
-            "Restore the file from a copy, or export the run again.",
-            code="weights.tokenizer",
-        )
-    return found

@@ -120,7 +120,7 @@ MISTAKES = [
     ("export RUNS --out full", "export.exists"),
     ("export RUNS --out s4://bucket/out", "file.url"),
     ("generate nothing", "checkpoint.missing"),
-    ("generate nonsense.safetensors", "export.foreign"),
+    ("generate nonsense.safetensors", "checkpoint.missing"),
     ("generate RUNS --temperature=-1", "config.value"),
     ("generate RUNS --tokens 0", "config.value"),
     ("generate http://x --run mine", "broker.bad-url"),

@@ -15,11 +15,10 @@ from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.data.tokenizer import FILE, byte_tokenizer, tokenizer_at
+from archipelago.islands.data.tokenizer import FILE, tokenizer_at
 from archipelago.ops.commands import run
 from archipelago.ops.launch.init import create, workload_of
 from archipelago.ops.weights.export import write
-from archipelago.ops.weights.generate import open_text_model
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
 from tests.failing import failing
 from tests.learned import learned
@@ -118,13 +117,3 @@ def test_weights_with_room_for_more_tokens_need_a_larger_vocabulary(exports: Pat
     assert f"--model.vocabulary {VOCABULARY + 16}" in caught.value.remedy
     wide = replace(config_of("tokens"), model=ModelConfig(vocabulary=VOCABULARY + 16))
     workload_of(wide, None, tmp_path / "padded")
-
-
-def test_generate_refuses_another_tokenizer_than_the_weights_have(exports: Path, tmp_path: Path) -> None:
-    names = ("model.safetensors", "config.json", FILE)
-    export = copied(exports / "of-tokens", tmp_path / "export", *names)
-    assert open_text_model(str(export), None).tokenizer.vocabulary == VOCABULARY
-    for other in (open_corpus("others").open_tokenizer(), byte_tokenizer()):
-        (export / FILE).write_text(other.to_json(), encoding="utf-8")
-        with failing(DataError, "weights.tokenizer"):
-            open_text_model(str(export), None)
