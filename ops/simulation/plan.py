@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, checked
+from archipelago.broker.config import DataConfig, MergeConfig, ModelConfig, RunConfig, checked
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.manifest import Tensor
+from archipelago.broker.observe.merge_load import few_syncs
 from archipelago.broker.process import print_json
 from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.settings import flags, say
@@ -313,7 +314,10 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
     way, need, fleet = found.way, found.load, found.fleet
     interval_seconds = way.interval * found.step_seconds
     fails = seconds_text(options.hours_between * 3600)
+    steps = math.ceil(found.tokens / options.batch_tokens)
+    batch_size = max(1, round(options.batch_tokens / fleet.islands / DataConfig().sequence_length))
     settings = f"--model.size {options.model} " if _is_named(options.model) else ""
+    settings += f"--inner.steps {steps} --data.batch-size {batch_size} "
     settings += f"--sync.interval {way.interval} --sync.fragments {found.fragments}"
     settings += f" --wire.up {way.up} --wire.down {way.down}"
     settings += f" --shards {found.cycle.shards}" if found.cycle.shards > 1 else ""
@@ -322,7 +326,8 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         f"plan     {count_text(found.parameters)} parameters on {count_text(found.tokens)} tokens: {options.chips:,} "
         f"chips in {options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
         "",
-        f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, {options.chips / fleet.islands:g} chips each",
+        f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, "
+        f"{round(options.chips / fleet.islands, 2):,.10g} chips each",
         f"H = {way.interval:<5} inner steps between two syncs of a fragment: {seconds_text(interval_seconds)}",
         f"P = {found.fragments:<5} fragments, one sync every {seconds_text(interval_seconds / found.fragments)}",
         _shards_line(options, found),
@@ -332,8 +337,9 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         f"{found.data_parallel_goodput:.1%}",
         *(f"         M = {f.islands:<3} {f.goodput:6.1%}  uptime {f.uptime:7.2%}" for f in found.fleets),
         "",
-        f"time     {seconds_text(found.seconds)} for {math.ceil(found.tokens / options.batch_tokens):,} steps of "
+        f"time     {seconds_text(found.seconds)} for {steps:,} steps of "
         f"{seconds_text(found.step_seconds)} (without failures {seconds_text(found.seconds * fleet.goodput)})",
+        *(f"syncs    {fault}" for fault in [few_syncs(steps / way.interval, "will have")] if fault),
         f"bytes    an island {_rate(need.up)} up, {_rate(need.down)} down; Redis {_rate(need.redis_in)} in, "
         f"{_rate(need.redis_out)} out",
         f"         in all {size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "

@@ -66,6 +66,17 @@ def test_the_numbers_follow_from_each_other() -> None:
     assert found == plan(SPOT), "the same seed"
 
 
+def test_the_start_line_begins_the_run_that_was_planned() -> None:
+    short = replace(TWO_ISLANDS, tokens="20_000_001", batch_tokens=100_000, chips=17)
+    found = plan(short)
+    lines = page(short, found)
+    assert "--inner.steps 201 --data.batch-size 391 " in lines[-1], "100,000 tokens are 391 sequences of two islands"
+    assert any("M = 2     islands, 1 a site, 8.5 chips each" in line for line in lines)
+    assert any(f"only {201 / found.way.interval:.1f} syncs" in line for line in lines)
+    tiny = page(replace(short, batch_tokens=10), found)
+    assert "--data.batch-size 1 " in tiny[-1] and not any("syncs, so" in line for line in tiny)
+
+
 def test_a_merger_that_cannot_keep_up_is_predicted() -> None:
     spectra = MergeConfig(embedding="isotropic", rest="isotropic", isotropic_side_max=2048)
     options = replace(SPOT, model="1b", merge=spectra, batch_tokens=160_000)  # a step takes 1 s
