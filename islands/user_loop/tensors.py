@@ -12,8 +12,8 @@ from archipelago.broker.manifest import Manifest, Tensor, TensorKind
 
 #: From the name of a tensor to its kind.
 KindOf = Callable[[str], TensorKind]
-#: Finds embeddings by their names, in the words of flax, equinox and `transformers`.
-EMBEDDINGS = "embed|wte"
+#: Finds embeddings by their names, in the words of flax, equinox, `transformers` and nanoGPT.
+EMBEDDINGS = "embed|wte|wpe"
 #: How many differences an error names.
 NAMED_MAX = 4
 

@@ -95,7 +95,8 @@ def test_kinds_are_a_pattern_or_a_function() -> None:
         kinds_by("(")
     with failing(ConfigError, "loop.argument"):
         kinds_by(lambda name: "bias")("x")  # type: ignore[arg-type, return-value]
-    for name in ("params.Embed_0.embedding", "model.embed_tokens.weight", "transformer.wte.weight"):
+    gpt2 = ("transformer.wte.weight", "transformer.wpe.weight")
+    for name in ("params.Embed_0.embedding", "model.embed_tokens.weight", *gpt2):
         assert kinds_by(EMBEDDINGS)(name) == "embedding"
 
 
