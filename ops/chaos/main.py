@@ -198,7 +198,8 @@ def _storm(
         options.checkpoint_every, options.settle_seconds, options.standbys, script=parse_script(options.script),
         task=options.task, shards=options.shards,
     )  # fmt: skip
-    say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
+    origin = f"--schedule {options.schedule}" if options.schedule else f"--fault-seed {options.fault_seed}"
+    say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, {origin}; {folder}")
     command = " ".join(["archipelago", *sys.argv[1:]])
     storm, control = run_storm(plan, stopped), None
     if options.undisturbed:

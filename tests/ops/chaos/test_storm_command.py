@@ -232,6 +232,18 @@ def test_only_the_folder_of_a_storm_is_deleted(played: Played, tmp_path: Path) -
         (tmp_path / "runs" / "new" / "more").touch()
 
 
+def test_a_storm_says_where_its_faults_come_from(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "faults.jsonl"
+    path.write_text('{"at": 1, "kind": "kill", "target": "island-0", "seconds": 0.5}')
+    main(ChaosOptions(undisturbed=False, fault_seed=11))
+    main(ChaosOptions(undisturbed=False, fault_seed=11, schedule=path))
+    first, second = (line for line in capsys.readouterr().err.splitlines() if "faults in" in line)
+    assert ", --fault-seed 11; " in first
+    assert f"1 faults in 60 s, --schedule {path}; " in second
+
+
 def test_the_folder_of_a_storm_that_still_runs_is_left_alone(
     played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
