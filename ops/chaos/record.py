@@ -100,14 +100,14 @@ class StormRecord:
         """Rounds that closed within the window."""
         return sum(self.begin <= at < self.end for at in self.closed_at.values())
 
-    def steps_between(self, begin: float, end: float) -> int:
-        """Count the inner steps that all islands ended in that time."""
-        out = 0
+    def steps_between(self, begin: float, end: float) -> Counter[tuple[str, str]]:
+        """Count the inner steps that ended in that time, by island and incarnation."""
+        out, last = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for island in self.islands:
-            last = Counter[str]()
             for turn in self.turns.get(island, ()):
-                out += turn.steps - last[turn.who] if begin <= turn.at < end else 0
-                last[turn.who] = turn.steps
+                one = island, turn.who
+                out[one] += turn.steps - last[one] if begin <= turn.at < end else 0
+                last[one] = turn.steps
         return out
 
 

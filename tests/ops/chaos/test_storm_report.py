@@ -91,6 +91,15 @@ def test_goodput_is_merged_steps_over_possible_steps() -> None:
     assert found["staleness"] == {0: 6, 1: 1, 2: 1}
 
 
+def test_steps_before_a_short_storm_that_were_never_merged_do_not_lower_its_goodput() -> None:
+    one = replace(storm(), turns={**storm().turns, "b": [*life("b0", 88.0, 100), *storm().turns["b"]]})
+    assert merged_steps(one) == 170
+    assert merged_steps(replace(one, begin=109.9)) == 2, "the last step of each island"
+    found = figures(one)
+    found["shares"]["idle"] = -7e-5
+    assert "slower than the step duration 0.0%" in dict(headlines(found))["the islands' time"]
+
+
 def test_a_rejoin_has_three_parts() -> None:
     (back,) = rejoins(storm())
     assert (back.pop("island"), back.pop("at")) == ("b", 4.0)
