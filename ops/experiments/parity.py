@@ -215,6 +215,7 @@ def _planned(work: Workload, options: ParityOptions) -> Iterator[tuple[Place, Tr
         axes = {"islands": list(options.islands), "sync.interval": list(options.intervals or (usual,))}
         grid = {**arm, **axes, "slow": options.slow, "seeds": options.seeds or [config.seed]}
         for trial in dict.fromkeys(trials_of(grid, flat(config))):  # baselines have no intervals
+            _ = trial.config  # Report a wrong setting now, and not after an hour.
             yield Place(name, trial.islands, dict(trial.settings).get("sync.interval", usual)), trial
 
 

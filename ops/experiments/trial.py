@@ -121,7 +121,7 @@ class Trial:
         for name, value in self.settings:
             section, _, key = name.partition(".")
             values.setdefault(section, {})[key] = value
-        return checked(values, "the study's settings")
+        return checked(values, "the settings of a trial")
 
     @property
     def named_values(self) -> dict[str, Any]:

@@ -206,6 +206,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         parity.parity(task_work(evaluate=None), options_of(tmp_path))
     with failing(ConfigError, "config.value"):
         parity.parity(task_work(), options_of(tmp_path, "pytorch"))
+    with failing(ConfigError, "config.value") as refused:
+        parity.parity(task_work(), options_of(tmp_path, intervals=(4, 0)))
+    assert "the settings of a trial cannot be used: sync.interval" in str(refused.value)
+    assert not list(tmp_path.rglob("*.jsonl")), "nothing was trained"
 
 
 # -- both frameworks --------------------------------------------------------------------------------------------------
