@@ -5,6 +5,7 @@ Where a shard was read to follows what was merged.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -147,7 +148,7 @@ class TaskBatches(Supply):
             for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(batch), strict=True):
                 whole[step] = part
         if self.reading.current is None and not self._told:
-            log.warning("the task %r does not read by `run.shards`: a restart may repeat data", self._task.name)
+            _warn_of_repeats(self._task.name)
         self._told = True
         return stacked
 
@@ -215,6 +216,11 @@ class TaskBatches(Supply):
         if not 0 <= count <= OWN_TOKENS_PER_STEP_MAX:
             raise self._task.wrong("tokens", f"gives {count:,}", f"Give 0 to {OWN_TOKENS_PER_STEP_MAX:,} for a batch.")
         return max(1, count)
+
+
+@functools.cache  # once in a process, which may play many islands (`bench parity`)
+def _warn_of_repeats(task: str) -> None:
+    log.warning("the task %r does not read by `run.shards`: a restart may repeat data", task)
 
 
 def _in_words(shapes: list[tuple[tuple[int, ...], Any]]) -> str:

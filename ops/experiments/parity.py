@@ -82,8 +82,9 @@ class _TimeOverError(Exception):
 class ParityOptions(OutputOptions):
     """Compare losses at equal tokens, in virtual time: islands with data-parallel training, and other ways to merge.
 
-    Each fragment has 50 syncs, unless --inner.steps is given. Results are kept in the folder `parity` of the output, so
-    the comparison can be made in several calls.
+    Each fragment has 50 syncs at the interval of the settings, unless --inner.steps is given: twice as many at half of
+    that interval (--intervals). Results are kept in the folder `parity` of the output, so the comparison can be made in
+    several calls.
     """
 
     task: str | None = None

@@ -23,7 +23,7 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchErr
 from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.evaluator import mean_of
-from archipelago.islands.tasks.batches import TaskRun
+from archipelago.islands.tasks.batches import TaskRun, _warn_of_repeats
 from archipelago.islands.tasks.model import TaskModel
 from archipelago.islands.tasks.task import load_task, task_of
 from archipelago.islands.tasks.workload import Workload, require_trainable, task_config
@@ -80,9 +80,11 @@ def test_an_optimiser_of_optax_trains_and_is_handed_to_a_newcomer() -> None:
 
 def test_other_iterables_are_told_to_repeat_data(caplog: pytest.LogCaptureFixture) -> None:
     run = TaskedRun(replace(TASK, batches=lambda run: itertools.repeat({"x": np.ones((2, 3), np.float32)})))
-    island = run.island()
+    island, other = run.island(), run.island("b")
+    _warn_of_repeats.cache_clear()
     with caplog.at_level(logging.WARNING):
         run.play(island, 3)
+        other.batches.next(1)
     assert len([record for record in caplog.records if "repeat data" in record.message]) == 1
     assert island.batches.positions() == ()
 
