@@ -160,7 +160,8 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml"))) or "none"
+        others = (p for p in path.parent.glob("*.toml") if p != path and b"grid" in p.read_bytes())  # not a base
+        there = ", ".join(sorted(p.stem for p in others)) or "none"
         what = f"{path} cannot be read as TOML ({error})"
         raise ConfigError(what, f"{_SHAPE} Studies in {path.parent}: {there}.", code="study.shape") from None
 

@@ -60,6 +60,10 @@ def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
         (folder / "wrong.toml").write_text(text, encoding="utf-8")
         with failing(ConfigError, code):
             studies.load(folder, "wrong")
+    (folder / "wrong.toml").write_text("[[grid", encoding="utf-8")
+    with failing(ConfigError, "study.shape") as refused:
+        studies.load(folder, "wrong")
+    assert str(refused.value).split(f"Studies in {folder}: ")[1].startswith("rates."), "neither its base nor itself"
 
 
 def test_the_shipped_studies_can_be_loaded() -> None:
