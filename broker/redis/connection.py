@@ -18,7 +18,6 @@ from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import (
     Failures,
     eviction,
-    is_wrong_kind,
     mode_of,
     refused_writes,
     require_kind,
@@ -169,23 +168,9 @@ class RedisConnection:
             log.warning("%s cannot be read: %s. %s", what, error.reason, why, extra={"code": "broker.unreadable"})
             self.unreadable[what] = error.reason
 
-    @contextmanager
-    def forgiving(self, key: str, kind: str) -> Iterator[None]:
-        """Skip the block where an optional key holds another type than a hash or stream (`kind`)."""
-        try:
-            with self.translated():
-                yield
-        except BrokerError as error:
-            if not is_wrong_kind(error):
-                raise
-            self.warn_once(key, WireError(f"it is not {kind}"))
-
     def hash_at(self, key: str) -> Raw:
         """Return the fields of a hash; none if the key does not exist, or holds another type of value."""
-        found: Raw = {}
-        with self.forgiving(key, "a hash"):
-            found = self.redis.hgetall(key)
-        return dict(found)
+        return dict(self.answer("hgetall", key) or {})
 
     @contextmanager
     def transaction(self) -> Iterator[Any]:
@@ -237,13 +222,11 @@ class RedisConnection:
     def newest(self, key: str, count: int) -> list[tuple[bytes, Raw]]:
         """Return the newest entries of a stream, newest first; none if the key holds no stream."""
         found: list[tuple[bytes, Raw]] = []
-        with self.forgiving(key, "a stream"):
-            while len(found) < count:
-                until = f"({found[-1][0].decode()}" if found else "+"
-                page = self.redis.xrevrange(key, until, count=min(PAGE, count - len(found)))
-                if not page:
-                    break
-                found += page
+        while len(found) < count:
+            until = f"({found[-1][0].decode()}" if found else "+"
+            if not (page := self.answer("xrevrange", key, until, "-", min(PAGE, count - len(found)))):
+                break
+            found += page
         return found
 
     def cursors(self) -> dict[str, tuple[int, int]]:
@@ -260,16 +243,25 @@ class RedisConnection:
                 self.warn_once(f"the cursor of range {name}", error)
         return out
 
-    def tolerant(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Return the answers to reading commands; None where the key holds another type of value.
+    def answer(self, command: str, key: str, *arguments: Any, client: Any = None) -> Any:
+        """Return the answer to a reading command; None where the key holds another type of value, which is logged."""
+        (found,) = self.tolerant((command, key, *arguments), client=client)
+        return found
+
+    def tolerant(self, *commands: tuple[Any, ...], client: Any = None) -> list[Any]:
+        """Return the answers to reading commands; None where the key holds another type of value, which is logged.
 
         This is a pipeline without a transaction, because a server at its memory limit refuses every transaction.
         """
-        with self.translated(), self.redis.pipeline(transaction=False) as pipe:
+        with self.translated(), (client or self.redis).pipeline(transaction=False) as pipe:
             for name, *arguments in commands:
                 getattr(pipe, name)(*arguments)
-            answers = checked(pipe.execute(raise_on_error=False))
-        return [None if isinstance(answer, Exception) else answer for answer in answers]
+            answers = list(checked(pipe.execute(raise_on_error=False)))
+        for index, answer in enumerate(answers):
+            if isinstance(answer, Exception):
+                self.warn_once(commands[index][1], WireError("it holds another type of value"))
+                answers[index] = None
+        return answers
 
     def close(self) -> None:
         self.servers.close()

@@ -177,11 +177,6 @@ def tls_fault(error: BaseException | None) -> ssl.SSLError | None:
     return None
 
 
-def is_wrong_kind(error: BrokerError) -> bool:
-    """Return whether the error says that the key holds another type of value."""
-    return "WRONGTYPE" in str(error.__cause__)
-
-
 def version_of(info: Info) -> tuple[int, ...]:
     """Return the version of the server, as Redis counts it, in two numbers; empty if it does not tell."""
     return tuple(int(part) for part in re.findall(r"\d+", str(info.get("redis_version", "")))[:2])

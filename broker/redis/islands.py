@@ -127,10 +127,7 @@ class RedisIsland:
         return self._connection.attempted(key, again) or claim
 
     def _claim(self, key: str) -> NameClaim | None:
-        found: bytes | None = None
-        with self._connection.forgiving(key, "a string"):
-            found = self._redis.get(key)
-        return _claim_in(found)
+        return _claim_in(self._connection.answer("get", key))
 
     # -- leases of text -----------------------------------------------------------------------------------------------
 
@@ -196,11 +193,9 @@ class RedisIsland:
         key = self._keys.evaluator
 
         def take(pipe: Any) -> bool:
-            holder: bytes | None = None
-            with self._connection.forgiving(key, "a string"):
-                holder = pipe.get(key)
+            holder, left_ms = self._connection.tolerant(("get", key), ("pttl", key))
             # A lease without an end was not written by an island of ours.
-            is_free = holder is None or not 0 <= pipe.pttl(key) <= EVALUATION_LEASE_MAX * 1000
+            is_free = holder is None or not 0 <= left_ms <= EVALUATION_LEASE_MAX * 1000
             if not (is_free or holder == me.encode()) or (seconds <= 0.0 and holder is None):
                 return False
             pipe.multi()

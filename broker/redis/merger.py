@@ -274,9 +274,7 @@ class RedisMerger:
         return [self._updates.read(entry) for entry in entries]
 
     def kept(self) -> list[str]:
-        found: set[bytes] = set()
-        with self._connection.forgiving(self._keys.kept_entries, "a set"):
-            found = self._redis.smembers(self._keys.kept_entries)
+        found = self._connection.answer("smembers", self._keys.kept_entries) or ()
         return sorted(entry.decode("utf-8", "replace") for entry in found)
 
     def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:

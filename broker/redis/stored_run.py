@@ -22,7 +22,6 @@ from archipelago.broker.manifest import FORMAT, OTHER_FORMAT, Manifest
 from archipelago.broker.messages import COUNT_MAX, REFUSED, Counters, Note, Snapshot, from_raw, text_fields, to_fields
 from archipelago.broker.redis.chunks import CHUNKS, PREVIOUS_SECONDS, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.keys import REGISTRY, Keys, names_in
 from archipelago.broker.redis.script import Command, Value, Write
 from archipelago.broker.signing import MERGER, SIGNATURE, Raw, SignatureError, Signing
@@ -42,9 +41,7 @@ class StoredRun:
 
     def names(self) -> list[str]:
         """Return the names of all runs that this user may read. A name is registered before its run is created."""
-        names: list[str] = []
-        with self._connection.forgiving(REGISTRY, "a set"):
-            names = names_in(self._connection.registry.smembers(REGISTRY))
+        names = names_in(self._connection.answer("smembers", REGISTRY, client=self._connection.registry) or ())
         asked: dict[Any, list[str]] = {}  # by client: in a cluster, runs lie on several nodes
         for name in names:
             asked.setdefault(self._connection.servers.client(Keys(name).manifest), []).append(name)
@@ -65,12 +62,8 @@ class StoredRun:
             ConfigError: It is damaged (`config.manifest`), of another version (`config.format`), or not signed by the
                 run's mergers (`signature.manifest`).
         """
-        try:
-            with self._connection.translated():
-                raw = self._connection.redis.hgetall(self._connection.keys.manifest)
-        except BrokerError as error:
-            if not is_wrong_kind(error):
-                raise
+        raw = self._connection.answer("hgetall", self._connection.keys.manifest)
+        if raw is None:
             raw = {b"run": b""}  # refused below, as any other damaged manifest
         if not raw:
             raise self.unknown()
@@ -106,9 +99,7 @@ class StoredRun:
 
     def uid(self) -> str | None:
         """See `ReaderClient.uid`."""
-        found = None
-        with self._connection.forgiving(self._connection.keys.manifest, "a hash"):
-            found = self._connection.redis.hget(self._connection.keys.manifest, "uid")
+        found = self._connection.answer("hget", self._connection.keys.manifest, "uid")
         return None if found is None else str(found.decode("utf-8", "replace"))
 
     def require(self) -> None:

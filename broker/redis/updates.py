@@ -270,8 +270,7 @@ class IslandNames:
         if (invited := self._invited()) is not None:
             self._names.update(self._existing([name for name in invited if name not in self._names]))
             return sorted(self._names)
-        with self._connection.forgiving(self._keys.islands, "a set"):
-            self.found(self._redis.sscan(self._keys.islands, self._cursor, count=NAMES_READ))
+        self.found(self._connection.answer("sscan", self._keys.islands, self._cursor, None, NAMES_READ))
         return sorted(self._names)
 
     def ask(self, pipe: Any) -> bool:
@@ -282,7 +281,7 @@ class IslandNames:
 
     def found(self, answer: Any) -> None:
         """Take a part of the set of names."""
-        if isinstance(answer, Exception):  # another type of value
+        if answer is None or isinstance(answer, Exception):  # another type of value
             return
         self._cursor, some = answer
         new = [name for name in names_in(some) if name not in self._names]
@@ -311,10 +310,8 @@ class IslandNames:
         limits = [round(1000 * (REMEMBER_SECONDS - kept)), 1000 * REMEMBER_SECONDS]
         some: Sequence[str | bytes] = sorted(self._names)
         if self._invited() is None:
-            with self._connection.forgiving(self._keys.islands, "a set"):
-                self._forget_cursor, some = self._redis.sscan(
-                    self._keys.islands, self._forget_cursor, count=FORGET_NAMES
-                )
+            scan = ("sscan", self._keys.islands, self._forget_cursor, None, FORGET_NAMES)
+            self._forget_cursor, some = self._connection.answer(*scan) or (0, some)
         for name in some:
             own = self._keys.of_island(name.decode("utf-8", "replace") if isinstance(name, bytes) else name)
             keys = [*own, self._keys.islands, self._keys.evaluations]
