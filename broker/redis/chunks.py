@@ -119,19 +119,21 @@ class ChunkStore:
         copy = 0
         while True:
             where = _pointing(f"{name}.{copy}", payload)
-            questions = [(command, chunk) for chunk in self.placed(where) for command in ("strlen", "ttl")]
-            found = self._connection.tolerant(*questions)
+            found = self._found(self.placed(where))
             if KEPT not in found[1::2]:
                 return where, found
             copy += 1
 
-    def require_whole(self, pipe: Any, chunks: Sequence[str], size: int) -> None:
-        """Raise DisturbedError unless all chunks of an upload are there, and none is kept; `pipe` watches them.
+    def _found(self, chunks: Sequence[str]) -> list[Any]:
+        """Return the length and the time to live of each chunk, in turn."""
+        return self._connection.tolerant(*((command, chunk) for chunk in chunks for command in ("strlen", "ttl")))
+
+    def require_whole(self, chunks: Sequence[str], size: int) -> None:
+        """Raise DisturbedError unless all chunks of an upload are there, and none is kept. The caller watches them.
 
         They may have expired. Or the entry of an attempt whose connection broke has arrived after all, and keeps them.
         """
-        questions = [(command, chunk) for chunk in chunks for command in ("STRLEN", "TTL")]
-        found = _asked_together(pipe.connection, questions)
+        found = self._found(chunks)
         if found[::2] != _sizes(size) or KEPT in found[1::2]:
             raise DisturbedError
 
@@ -253,23 +255,6 @@ def _read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequen
 def _missing(sizes: Sequence[int]) -> WireError:
     what = f"a chunk of the payload is missing, or they are not {sum(sizes)} bytes in all"
     return WireError(what, code="wire.payload")
-
-
-def _asked_together(connection: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Send commands over one connection without waiting in between, and return the raw answers.
-
-    After a WATCH, redis-py itself waits for each answer before it sends the next command. An error that a server
-    answers with is returned.
-    """
-    for command in commands:
-        connection.send_command(*command)
-    answers: list[Any] = []
-    for _ in commands:
-        try:
-            answers.append(connection.read_response())
-        except redis.ResponseError as error:
-            answers.append(error)
-    return answers
 
 
 def _pointer(raw: Raw) -> tuple[str, int]:

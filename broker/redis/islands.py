@@ -48,7 +48,7 @@ class RedisIsland:
         try:
             with self._connection.watching(*doubted) as pipe:
                 if doubted:
-                    chunks.require_whole(pipe, doubted, len(payload))
+                    chunks.require_whole(doubted, len(payload))
                 pipe.multi()
                 pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
                 pipe.sadd(self._keys.islands, contribution.island)
