@@ -49,7 +49,6 @@ class MemoryMerger:
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         with self._fenced(epoch) as run:
-            self._require_instance()
             run.lease = (holder, self._broker.clock() + seconds)
 
     def release(self, epoch: int) -> None:
@@ -152,7 +151,6 @@ class MemoryMerger:
         quiet: Container[str] = (),
     ) -> None:
         with self._fenced(epoch) as run:
-            self._require_instance()
             run.state = state
             run.counters |= counts
             for entry, refusal in refusals:
@@ -199,16 +197,12 @@ class MemoryMerger:
         with self._broker.opened(self._run) as run:
             if run.epoch != (epoch, self._holder):
                 raise FencedError(f"this merger's epoch {epoch} was overtaken", "Another merger serves this run.")
+            if self._broker.instance != self._instance:  # it may have lost what this merger knows
+                raise BrokerError("the broker is another instance than the one of the lease", "Reload the state.")
             yield run
 
     def _require_round(self, run: MemoryRun, expected: int | None) -> None:
-        """Raise BrokerError if that is not the last round, or if the broker may have lost what this merger knows."""
+        """Raise BrokerError if that is not the last round."""
         last = max((snapshot.round for snapshot in run.heads.values()), default=0)
         if expected not in (None, last):
             raise BrokerError(f"the last closed round is {last}, not {expected}", "Reload the state.")
-        if expected is not None:
-            self._require_instance()
-
-    def _require_instance(self) -> None:
-        if self._broker.instance != self._instance:
-            raise BrokerError("the broker is another instance than the one of the lease", "Reload the state.")

@@ -97,12 +97,11 @@ class Lease:
             epoch = epoch_in(self._redis.get(self._keys.epoch))
             self._redis.set(self._keys.epoch, epoch_mark(epoch + 1))
 
-    def write(self, epoch: int, write: Write, after_round: int | None = None, *, at_instance: bool = False) -> None:
+    def write(self, epoch: int, write: Write, after_round: int | None = None) -> None:
         """Make a write that Redis accepts only in this epoch, and only while `after_round` is the last round.
 
-        With a round or needed keys, or `at_instance`, the server must be the instance at which the lease was taken.
-        Another one may have forgotten a part of what this merger has read and written there, though it has the epoch
-        and the round.
+        The server must be the instance at which the lease was taken. Another one may have forgotten a part of what this
+        merger has read and written there, though it has the epoch and the round.
 
         Raises:
             FencedError: A newer epoch exists.
@@ -112,7 +111,7 @@ class Lease:
             BrokerError: Another round was closed last, the server has lost something (`broker.other-round`), or a key
                 was damaged and is written anew (`broker.damaged`). The merger must load the run again.
         """
-        keys, arguments = self._request(epoch, write, after_round, at_instance=at_instance)
+        keys, arguments = self._request(epoch, write, after_round)
         with self._connection.translated():
             answer = self._fenced.run(keys, arguments)
         self._require_done(answer, epoch, after_round)
@@ -130,16 +129,13 @@ class Lease:
 
     def _renewal(self, renewal: Renewal) -> tuple[list[str], list[Value]]:
         write = Write(("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000)))
-        return self._request(renewal.epoch, write, None, at_instance=True)
+        return self._request(renewal.epoch, write, None)
 
     def _renewed(self, answer: Sequence[str], epoch: int) -> None:
         self._require_done(answer, epoch, None)
         failpoint("renew.done")
 
-    def _request(
-        self, epoch: int, write: Write, after_round: int | None, *, at_instance: bool
-    ) -> tuple[list[str], list[Value]]:
-        at_instance = at_instance or after_round is not None or bool(write.needed)
+    def _request(self, epoch: int, write: Write, after_round: int | None) -> tuple[list[str], list[Value]]:
         keys, words = write.request()
         head = self._keys.manifest  # not read
         if after_round is not None:
@@ -149,7 +145,7 @@ class Lease:
             self._uid or "",
             epoch_mark(epoch, self._holder),
             "" if after_round is None else after_round,
-            self._instance if at_instance else "",
+            self._instance,
             *words,
         ]
         return [self._keys.manifest, self._keys.epoch, head, *keys], arguments

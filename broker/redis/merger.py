@@ -243,7 +243,7 @@ class RedisMerger:
             write.commands = [hash_of(key, changed)] if changed else []
             write.commands += [("HDEL", key, *gone), *others] if gone else others
             try:
-                self.lease.write(epoch, write, after_round, at_instance=True)
+                self.lease.write(epoch, write, after_round)
             except ChangedError:
                 continue
             self._written = fields if DIGEST in fields else None
