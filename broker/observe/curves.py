@@ -9,7 +9,6 @@ worker.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -17,9 +16,9 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,12 +81,9 @@ class CurveWriter:
         while not self._stopping.wait(self._every_seconds):
             self.turn()
         self.turn()
-        if self._file is not None:
-            with contextlib.suppress(Exception):
-                self._file.close()
 
     def turn(self) -> None:
-        """Ask for a point, and write the queued ones. After a failure, the next turn begins a new file."""
+        """Ask for a point, and write the queued ones."""
         found = self._sample() if self._sample is not None else None
         if found is not None and found[0] != self._sampled_step:
             self._sampled_step = found[0]
@@ -95,12 +91,8 @@ class CurveWriter:
         if (file := self._file) is None or not self._waiting:
             return
         try:
-            while self._waiting:
-                file.write(self._waiting.popleft())
-            file.flush()
+            file.write([self._waiting.popleft() for _ in range(len(self._waiting))])
         except Exception as error:  # noqa: BLE001 - a disk must not stop the work
-            with contextlib.suppress(Exception):
-                file.close()
             if not self._is_broken:
                 said = isinstance(error, OSError) and error.strerror
                 log.warning(
@@ -116,48 +108,29 @@ class CurveWriter:
 
 
 class EventFile:
-    """TensorBoard event files in `folder`. The first event after `close` begins a new file.
+    """TensorBoard event files in `folder`, which is made with the first one. After a failure, another file begins."""
 
-    Args:
-        folder: Made when the first event is written.
-        opened: Opens a new file for writing.
-    """
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._begun = 0
+        self._path: Path | None = None
 
-    def __init__(self, folder: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("xb")) -> None:
-        self.folder, self._open = folder, opened
-        self._opened = 0
-        self._path = folder
-        self._file: BinaryIO | None = None
-
-    def _begin(self) -> BinaryIO:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._opened += 1
-        now = time.time()
-        self._path = self.folder / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{self._opened}"
-        self._file = self._open(self._path)
-        self._file.write(_record(_time_field(now) + _field(3, b"brain.Event:2")))
-        return self._file
-
-    def write(self, point: Point) -> None:
-        """Write one event with all values that float32 can hold."""
-        file = self._file or self._begin()
-        file.write(_record(_event(point)))
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file, and delete it if it is empty. A full disk leaves an empty file behind at each attempt."""
-        if self._file is None:
-            return
-        file, self._file = self._file, None
+    def write(self, points: Sequence[Point]) -> None:
+        """Append an event for each point, with all values that float32 can hold. Raises OSError."""
+        path, records = self._path, [_record(_event(point)) for point in points]
+        if path is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            now, self._begun = time.time(), self._begun + 1
+            path = self.folder / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{self._begun}"
+            records.insert(0, _record(_time_field(now) + _field(3, b"brain.Event:2")))
+        self._path = None  # a failure may leave a part of a record
         try:
-            file.close()
+            with path.open("ab") as file:
+                file.write(b"".join(records))
         finally:
-            with contextlib.suppress(OSError):
-                if not self._path.stat().st_size:
-                    self._path.unlink()
+            if path.exists() and not path.stat().st_size:  # a full disk leaves one at each attempt
+                path.unlink()
+        self._path = path
 
 
 def _event(point: Point) -> bytes:

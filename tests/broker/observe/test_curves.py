@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,33 +51,28 @@ class FaultyFile(EventFile):
         self.fault: Exception | None = None
         self.points: list[Point] = []
 
-    def _do(self, what: str) -> None:
+    def write(self, points: Sequence[Point]) -> None:
         if self.fault is not None:
             raise self.fault
-
-    def write(self, point: Point) -> None:
-        self._do("write")
-        self.points.append(point)
-
-    def flush(self) -> None:
-        self._do("flush")
-
-    def close(self) -> None:
-        self._do("close")
+        self.points += points
 
 
-def test_an_event_file_is_read_back_and_a_closed_one_is_not_continued(tmp_path: Path) -> None:
+def test_an_event_file_is_read_back_and_a_broken_one_is_not_continued(tmp_path: Path) -> None:
     sink = EventFile(tmp_path / "tensorboard")
-    sink.write(point(3, loss=2.5, staleness=math.nan, gain=math.inf, norm=-1e39))
-    sink.write(point(200, loss=1.25))
-    sink.close()
+    sink.write([point(3, loss=2.5, staleness=math.nan, gain=math.inf, norm=-1e39)])
+    sink.write([point(200, loss=1.25)])
     (file,) = (tmp_path / "tensorboard").iterdir()
     first, *rest = events(file)
     assert first.file_version == "brain.Event:2"
     assert [event.wall_time for event in rest] == [1.7e9 + 3, 1.7e9 + 200]
     long = "x" * 300
-    sink.write(point(2**40, loss=-1.0, **{long: 0.5}))
-    sink.close()
+    file.rename(tmp_path / "moved")
+    file.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        sink.write([point(201, loss=1.0)])
+    file.rmdir()
+    (tmp_path / "moved").rename(file)
+    sink.write([point(2**40, loss=-1.0, **{long: 0.5})])
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     # Values that float32 cannot hold are left out.
     expected = [(3, {"loss": 2.5}), (200, {"loss": 1.25}), (2**40, {"loss": -1.0, long: 0.5})]
@@ -105,8 +102,9 @@ def test_a_thread_writes_queued_and_sampled_points(tmp_path: Path, until: Until)
 
 def test_a_file_that_hangs_does_not_delay_the_end() -> None:
     hanging, stuck = threading.Event(), FaultyFile()
-    stuck._do = lambda what: (hanging.wait(), None)[1]  # type: ignore[method-assign]
+    stuck.write = lambda points: (hanging.wait(), None)[1]  # type: ignore[method-assign]
     writer = CurveWriter(stuck, every_seconds=0.001)
+    writer.put(1, {"loss": 1.0})
     writer.start()
     writer.close(seconds=0.05)
     hanging.set()
@@ -137,17 +135,19 @@ def test_a_failure_and_its_end_are_logged_once(caplog: pytest.LogCaptureFixture)
         assert [p.step for p in file.points] == [0, 3, 4]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Path] = []
 
-    def opened(path: Path) -> BinaryIO:
+    def full(path: Path, mode: str) -> BinaryIO:
         made.append(path)
         path.touch()
-        return Path("/dev/full").open("wb")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writer = CurveWriter(EventFile(tmp_path, opened), every_seconds=0.001)
+    writer = CurveWriter(EventFile(tmp_path), every_seconds=0.001)
     writer.put(1, {"loss": 1.0})
+    monkeypatch.setattr(Path, "open", full)
     writer.start()
     writer.close()
     (said,) = [record.getMessage() for record in caplog.records]
