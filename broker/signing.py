@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from archipelago.broker.errors import ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import Invitation, Members, raw_key
 from archipelago.broker.presence import Presence
-from archipelago.broker.shards.reader import RETRY_SECONDS, asked, on_a_thread
+from archipelago.broker.shards.reader import RETRY_SECONDS, Bounded
 from archipelago.broker.wire import SIGNED_DIGITS, digest, signed_digest
 
 Kind = Literal[
@@ -287,37 +287,29 @@ class KnownMembers:
 
     Shard 0 has the records. While it is away or hangs, the other shards go on with those that were known last.
 
-    `stored` reads them from Redis, on a thread beside the calls.
+    `stored` reads them from Redis, beside the calls once they are known.
     """
 
     def __init__(self, run: str, stored: Callable[[], Members], clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._stored, self._clock = run, stored, clock
-        self._lock = threading.Lock()  # never held while a server is asked
+        self._lock = threading.Lock()  # once members are known, it is held for a moment only
+        self._bounded = Bounded()
         self._members = Members()
         self._keys: dict[str, bytes] = {}
         self._read_at = self._asked_at = float("-inf")
-        self._answer: Future[Members] = Future()
 
     def read(self) -> Members:
         """Return the members, at most FRESH_SECONDS old, or KNOWN_SECONDS while their server is away."""
         with self._lock:
-            if (now := self._clock()) - self._read_at < FRESH_SECONDS:
+            age = (now := self._clock()) - self._read_at
+            is_known, has_failed = age < KNOWN_SECONDS, self._asked_at > self._read_at
+            if age < FRESH_SECONDS or (is_known and has_failed and now - self._asked_at < RETRY_SECONDS):
                 return self._members
-            is_known = now - self._read_at < KNOWN_SECONDS
-            is_due = now - self._asked_at >= (RETRY_SECONDS if is_known else 0.0)
-            if self._asked_at == self._read_at or (self._answer.done() and is_due):
-                self._answer, self._asked_at = asked(self._stored, on_a_thread), now
-            answer, asked_at = self._answer, self._asked_at
-        try:
-            found = answer.result(max(0.0, asked_at + FRESH_SECONDS - now) if is_known else None)
-        except (UnreachableError, TimeoutError):
-            if not is_known:
-                raise
-            return self._members
-        with self._lock:
-            if asked_at > self._read_at:
-                self._members, self._read_at = found, asked_at
-                self._keys = {name: raw_key(m.key) for name, m in found.by_name.items() if m.key}
+            self._asked_at = now
+            with suppress(UnreachableError) if is_known else nullcontext():
+                self._members = self._bounded(self._stored) if is_known else self._stored()
+                self._read_at = now
+                self._keys = {name: raw_key(m.key) for name, m in self._members.by_name.items() if m.key}
             return self._members
 
     def key_of(self, island: str) -> bytes | None:
