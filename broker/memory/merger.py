@@ -33,7 +33,7 @@ class MemoryMerger:
         self._broker, self._run = broker, run
         self._holder, self._epoch = "", 0
         self._instance = ""
-        self._read: set[int] = set()  # the numbers of the entries that were returned
+        self._read: set[str] = set()  # the entries that were returned
 
     def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         now = self._broker.clock()
@@ -73,12 +73,12 @@ class MemoryMerger:
                 self._broker.changed.wait_for(lambda: any(n not in self._read for n in run.updates), block_seconds)
             taken: Counter[str] = Counter()
             out = []
-            for number, entry in run.updates.items():
-                if number not in self._read and taken[entry.sender] < count:
+            for name, entry in run.updates.items():
+                if name not in self._read and taken[entry.sender] < count:
                     taken[entry.sender] += 1
-                    out.append(number)
-            self._read.update(out)
-            return [run.delivery(run.name_of(number), run.updates[number]) for number in out]
+                    out.append(run.delivery(name, entry))
+            self._read.update(delivery.entry for delivery in out)
+            return out
 
     def look(
         self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
@@ -95,7 +95,7 @@ class MemoryMerger:
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
-            there = {run.name_of(number): entry for number, entry in run.updates.items()} | run.kept
+            there = run.updates | run.kept
             gone = "the entry is gone"
             return [
                 run.delivery(entry, there[entry]) if entry in there else Delivery(entry, None, fault=gone)
@@ -154,8 +154,7 @@ class MemoryMerger:
             run.state = state
             run.counters |= counts
             for entry, refusal in refusals:
-                if (number := run.found(entry)) is not None:
-                    del run.updates[number]
+                run.updates.pop(entry, None)
                 if entry not in quiet:
                     run.refused_at[run.next_event] = self._broker.clock()
                     run.announce(refusal)
@@ -163,13 +162,11 @@ class MemoryMerger:
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:
             self._require_round(run, commit.after_round)
-            found: dict[str, int] = {}
-            for entry in commit.entries:
-                if (number := run.found(entry)) is None:
+            entries = dict.fromkeys(commit.entries)
+            for entry in entries:
+                if entry not in run.updates:
                     raise WithdrawnError(sender_of(entry))
-                found[entry] = number
-            for entry, number in found.items():
-                run.kept[entry] = run.updates.pop(number)
+            run.kept |= {entry: run.updates.pop(entry) for entry in entries}
             run.trim(commit.trim)
             for name, cursor in commit.cursors.items():
                 ended = cursor[0] > run.cursors.get(name, (0, 0))[0]

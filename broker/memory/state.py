@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
-from archipelago.broker.commits import Delivery, entry_name, parse_entry
+from archipelago.broker.commits import Delivery, entry_name
 from archipelago.broker.control import is_expelled
-from archipelago.broker.errors import UnknownRunError, WireError
+from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.full_state import Compaction
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Counters, Evaluation, Event, Handover, Note, Snapshot, TapeEntry
@@ -32,8 +32,8 @@ class MemoryRun:
 
     Attributes:
         fragments: The newest full snapshot of each fragment, with its payload.
-        updates: The entries of all updates streams, by number. The numbers are those of the run, so they order the
-            entries of several streams by arrival.
+        updates: The entries of all updates streams, by name and by arrival. The numbers in their names are those of
+            the run.
         refused_at: The time of each refusal on the broker's clock, by the number of its event.
         outer: The `outer` of each fragment's newest compaction.
         requests: The islands that have requested inner optimiser state, each with the island that promised an answer.
@@ -45,7 +45,7 @@ class MemoryRun:
     manifest: Manifest
     fragments: dict[int, tuple[Snapshot, bytes]]
     heads: dict[int, Snapshot]
-    updates: dict[int, MemoryEntry] = field(default_factory=dict)
+    updates: dict[str, MemoryEntry] = field(default_factory=dict)
     kept: dict[str, MemoryEntry] = field(default_factory=dict)
     next_update: int = 1
     events: list[tuple[int, Event]] = field(default_factory=list)
@@ -78,22 +78,11 @@ class MemoryRun:
 
     def add(self, contribution: Contribution, payload: bytes, sender: str = "") -> str:
         """Append a contribution, by default of the island in its header, and return the name of its entry."""
-        number = self.next_update
-        self.updates[number] = MemoryEntry(sender or contribution.island, contribution, payload)
+        sender = sender or contribution.island
+        name = entry_name(sender, f"{self.next_update}-0")
+        self.updates[name] = MemoryEntry(sender, contribution, payload)
         self.next_update += 1
-        return self.name_of(number)
-
-    def name_of(self, number: int) -> str:
-        return entry_name(self.updates[number].sender, f"{number}-0")
-
-    def found(self, entry: str) -> int | None:
-        """Return the number of an entry; None if it is gone."""
-        try:
-            sender, id_ = parse_entry(entry)
-        except WireError:
-            return None
-        number = int(id_.split("-")[0])
-        return number if number in self.updates and self.updates[number].sender == sender else None
+        return name
 
     @staticmethod
     def delivery(name: str, entry: MemoryEntry) -> Delivery:

@@ -231,7 +231,7 @@ class MemoryIsland:
 
     def holds(self, entry: str) -> bool:
         with self._broker.opened(self._run) as run:
-            return run.found(entry) is not None
+            return entry in run.updates
 
     def look_around(self, island: str, claim: NameClaim | None) -> Around:
         with self._broker.opened(self._run) as run:

@@ -68,8 +68,10 @@ class SimulatedMemory(MemoryBroker):
     def restored(self, run: str, shard: int) -> None:
         """A shard was restored. Its entry ids continue, because those of a real server derive from the time."""
         held, (events, updates) = self.runs[key_of(run, shard)], self._lost_at[key_of(run, shard)]
-        held.updates = {number + updates: kept for number, kept in held.updates.items()}
-        held.next_update += updates
+        waiting, held.updates = list(held.updates.values()), {}
+        held.next_update = updates
+        for entry in waiting:
+            held.add(entry.contribution, entry.payload, entry.sender)
         held.next_event = events
 
     def damage(self, run: str, shard: int, kind: str, at: Any, dice: random.Random) -> None:
@@ -253,9 +255,6 @@ class RedisRun:
             contribution = self.transport.updates.delivery(name, id_.decode(), raw).contribution
             if contribution is not None:
                 yield entry_name(name, id_.decode()), MemoryEntry(name, contribution, b"")
-
-    def name_of(self, entry: str) -> str:
-        return entry
 
     def payload(self, entry: str) -> bytes:
         return self.transport.updates.read(entry).payload

@@ -351,9 +351,9 @@ class Simulation:
             if is_digest(sent.digest, payload)  # a checkpoint holds no contribution that was damaged on its way
         }
         run = invariants.run
-        for number, entry in run.updates.items():
+        for name, entry in run.updates.items():
             payload = payloads[entry.contribution.identity_text]
-            invariants.published(run.name_of(number), entry.contribution, payload)
+            invariants.published(name, entry.contribution, payload)
         invariants.forget()
 
     def complete(self) -> list[int]:

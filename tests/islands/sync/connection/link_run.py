@@ -161,7 +161,7 @@ class Harness:
         """Lose the newest rounds, as a failover may. What they merged waits again."""
         for entry in (entry for entry in self.stored.tape if entry.round > after):
             for name in [name for name, kept in self.stored.kept.items() if kept.contribution.round == entry.round]:
-                self.stored.updates[int(name.rpartition("/")[2].partition("-")[0])] = self.stored.kept.pop(name)
+                self.stored.updates[name] = self.stored.kept.pop(name)
         self.stored.tape = [entry for entry in self.stored.tape if entry.round <= after]
 
     def refuse(self, contribution: Contribution, *, repeat: bool = False) -> None:
@@ -184,7 +184,7 @@ class Harness:
 
     def forget(self, entry: str) -> None:
         """Lose an acknowledged entry, as a crashed server may."""
-        del self.stored.updates[int(entry.rpartition("/")[2].partition("-")[0])]
+        del self.stored.updates[entry]
 
     def end(self) -> None:
         """End all hanging calls and threads."""
