@@ -269,7 +269,10 @@ class IslandClient(Protocol):
         """Ask the other islands for inner optimiser state, for `who` (island/incarnation)."""
 
     def open_requests(self, me: str = "") -> list[str]:
-        """Return the live islands (island/incarnation) whose request no other island than `me` promised to answer."""
+        """Return the live islands (island/incarnation) whose request no other island than `me` promised to answer.
+
+        Of very many requests, it reads a part, and the next call goes on with others.
+        """
 
     def promise_answer(self, who: str, giver: str) -> bool:
         """Promise that `giver` answers the request of `who`. Returns False if another island has promised it.

@@ -24,7 +24,7 @@ from archipelago.broker.transport import Around
 HANDOVER_SECONDS = 600
 #: The longest lease on evaluating the run, in seconds.
 EVALUATION_LEASE_MAX = 60
-#: With more requests for optimiser state than this, only those of live islands are read.
+#: About how many requests for optimiser state are read at a time. The next call goes on with others.
 REQUESTS_READ = 256
 #: The longest text of a lease of a range.
 LEASE_MAX = 160
@@ -39,6 +39,7 @@ class RedisIsland:
         connection = reader.connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stamps, self._signing = connection.stamps, connection.signing
+        self._cursor = 0  # among the requests for optimiser state
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)
@@ -134,7 +135,8 @@ class RedisIsland:
     def lease_range(self, ranges: Sequence[str], me: str, reading: Collection[str] = ()) -> ReadPosition | None:
         if is_expelled(self._reader.control(), me):
             return None
-        live, busy = cache(self._live), cache(self._busy)  # read at most once, and only if a range is leased
+        # Read at most once, and only if a range is leased.
+        live, busy = cache(lambda: self._live(self._updates.names())), cache(self._busy)
 
         def is_gone(holder: str) -> bool:
             return holder not in live() and holder not in busy()
@@ -173,10 +175,9 @@ class RedisIsland:
         cursors = dict.fromkeys(ranges, (0, 0)) | self._connection.parsed_cursors(_texts(ranges, stored or ()))
         return cursors, {name: holder_in(text, cursors[name][0]) for name, text in _texts(ranges, found).items()}
 
-    def _live(self, names: Sequence[str] | None = None) -> frozenset[str]:
-        """Return the live islands (island/incarnation), all or those among the names, that are not expelled."""
-        found = self._reader.presences() if names is None else self._reader.presences_of(names)
-        beats = (presence.heartbeat for presence in found if presence.is_live)
+    def _live(self, names: Sequence[str]) -> frozenset[str]:
+        """Return the live islands (island/incarnation) of these names that are not expelled."""
+        beats = (presence.heartbeat for presence in self._reader.presences_of(names) if presence.is_live)
         requests = self._reader.control()
         who = (f"{beat.island}/{beat.incarnation}" for beat in beats)
         return frozenset(each for each in who if not is_expelled(requests, each))
@@ -218,22 +219,11 @@ class RedisIsland:
             pipe.expire(self._keys.requests, REMEMBER_SECONDS, nx=True)
 
     def open_requests(self, me: str = "") -> list[str]:
-        key = self._keys.requests
-        with self._connection.translated():
-            if not (asked := self._redis.hlen(key)):
-                return []
-            is_flooded = asked > REQUESTS_READ
-            found = {} if is_flooded else text_fields(self._redis.hgetall(key))
-        waiting = {who for who, giver in found.items() if giver in ("", me)}
-        if not waiting and not is_flooded:
-            return []
-        names = None if is_flooded else sorted({who.partition("/")[0] for who in waiting})
-        live = sorted(self._live(names))
-        if is_flooded and live:  # reading the requests of the live islands costs less than reading all
-            with self._connection.translated():
-                givers = self._redis.hmget(key, live)
-            waiting = {who for who, giver in zip(live, givers, strict=True) if giver in (b"", me.encode())}
-        return [who for who in live if who in waiting]
+        scan = ("hscan", self._keys.requests, self._cursor, None, REQUESTS_READ)
+        self._cursor, found = self._connection.answer(*scan) or (0, {})
+        waiting = {who for who, giver in text_fields(found).items() if giver in ("", me)}
+        live = self._live(sorted({who.partition("/")[0] for who in waiting})) if waiting else frozenset()
+        return sorted(live & waiting)
 
     def promise_answer(self, who: str, giver: str) -> bool:
         def offer(pipe: Any) -> bool:
