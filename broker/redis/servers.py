@@ -25,7 +25,7 @@ from redis.crc import key_slot
 from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 from archipelago.broker.address import Address, Kind, parse_address
-from archipelago.broker.redis.client import PinnedConnection, RedisClient, TlsConnection, client_at
+from archipelago.broker.redis.client import RedisClient, TlsConnection, client_at
 
 #: How long a node or Sentinel may take to say where a primary is.
 ASKED_SECONDS = 2.0
@@ -54,21 +54,6 @@ class FollowingConnection(SentinelManagedConnection):
                 raise
             self.disconnect()  # type: ignore[no-untyped-call]
             raise redis.ConnectionError(f"{type(error).__name__}: {error}") from error
-
-
-class FollowingTlsConnection(FollowingConnection, TlsConnection):
-    """The same with TLS."""
-
-
-class FollowingPinnedConnection(FollowingConnection, PinnedConnection):
-    """The same with TLS, and with only one certificate authority."""
-
-
-_FOLLOWING: dict[type[Connection], type[FollowingConnection]] = {
-    Connection: FollowingConnection,
-    TlsConnection: FollowingTlsConnection,
-    PinnedConnection: FollowingPinnedConnection,
-}
 
 
 class Servers:
@@ -247,6 +232,6 @@ def _client_of(place: Place, connection_class: type[Connection], options: dict[s
 
 def _following(name: str, asked: Any, connection_class: type[Connection], options: dict[str, Any]) -> RedisClient:
     """Return a client of the server that `asked.discover_master(name)` names at each connection."""
-    following = _FOLLOWING[connection_class]
+    following = type("Following", (FollowingConnection, connection_class), {})
     pool = SentinelConnectionPool(name, asked, connection_class=following, **options)  # type: ignore[no-untyped-call]
     return redis.Redis.from_pool(pool)  # which closes the pool with the client
