@@ -148,7 +148,7 @@ class Commit:
             on. If one is gone, the commit is refused as if the broker had lost the last round.
         trim: Merged entries that are no longer needed, of this commit or an earlier one.
         cursors: The new resume position (pass, sequences read) of each range of text that advanced.
-        difference: The payload that leads islands from the previous version to this one. It expires.
+        difference: The payload that leads islands from the previous version to this one.
         after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
             its last round or its instance (`ReaderClient.instance`) differs from that of the lease, and it refuses the
             commit. None skips the check.

@@ -200,11 +200,6 @@ function commands.replace(words)
   end
   return failed
 end
--- expire KEY PREFIX MOST SECONDS: lets a hash and its chunks expire.
-function commands.expire(words)
-  each('EXPIRE', (pointed(words[2], words[3], tonumber(words[4]), '')), words[5])
-  redis.call('EXPIRE', words[2], words[5])
-end
 -- gone BEAT STREAM NOTES EVALUATIONS NAMES TO NAME LEAST MOST COUNT KEPT: deletes the keys of an island without
 -- entries whose heartbeat has fewer milliseconds left than LEAST, or more than MOST. Its evaluations move first, COUNT
 -- at a time. An entry that is too large, or of another island, is none of them.

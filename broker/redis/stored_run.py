@@ -153,8 +153,6 @@ class StoredRun:
         return 4 * payload_bytes_max(max(self.shape().sizes))  # the merger's own state contains parameters and momentum
 
 
-#: A difference that a full snapshot covers expires after this time. Islands that are a little behind still read it.
-DIFFERENCE_SECONDS = 3600
 #: How long the chunks of a merger wait for a pointer. One that died, or was overtaken, leaves them.
 PLACED_SECONDS = 3600
 Where = dict[str, str | bytes]
@@ -215,19 +213,17 @@ class Compactions:
         return [*(hash_of(*each) for each in hashes if each[1]), *kept, *self.head(epoch, placed.snapshot)]
 
     def point(self, write: Write, placed: RedisPlaced) -> None:
-        """Point to a placed compaction, and let the differences that it covers expire.
+        """Point to a placed compaction.
 
         The payload before it stays for a while, for its readers. No other process reads the outer state.
         """
-        p, version = placed.snapshot.fragment, placed.snapshot.version
+        p = placed.snapshot.fragment
         words = chain.from_iterable(placed.fragment.items())
         replace = ("replace", self._keys.fragment(p), *self.owned, PREVIOUS_SECONDS, *words)
         self._write(write, placed.fragment, replace)
         if placed.outer:
             key = self._keys.outer(p)
             self._write(write, placed.outer, ("forget", key, *self.owned), hash_of(key, placed.outer))
-        for covered in range(max(1, version - DIFFERENCES_KEPT + 1), version + 1):
-            write.commands.append(("expire", self._keys.difference(p, covered), *self.owned, DIFFERENCE_SECONDS))
 
     def write_difference(self, write: Write, epoch: int, commit: Commit) -> None:
         """Upload the difference of a commit, point to it, and delete the one that is too old."""
