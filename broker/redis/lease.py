@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import redis
-
 from archipelago.broker.commits import Renewal, never_gone
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, WithdrawnError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.script import ACQUIRE, FENCED, Script, Value, Write, texts
+from archipelago.broker.redis.script import ACQUIRE, FENCED, Value, Write, texts
 from archipelago.broker.redis.stored_run import StoredRun
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
@@ -50,7 +48,6 @@ class Lease:
     def __init__(self, connection: RedisConnection, stored: StoredRun) -> None:
         self._connection, self._stored = connection, stored
         self._redis, self._keys = connection.redis, connection.keys
-        self._acquire, self._fenced = Script(self._redis, ACQUIRE), Script(self._redis, FENCED)
         self._holder, self._epoch, self._instance = "", 0, ""
         self._uid: str | None = None
 
@@ -73,17 +70,16 @@ class Lease:
 
     def _asked(self, holder: str, seconds: float, gone: str = "") -> list[str]:
         keys, milliseconds = self._keys, int(seconds * 1000)
+        words: list[Value] = [holder, gone or holder, self._epoch, milliseconds, LEASE_SECONDS_MAX * 1000]
+        return self._run(ACQUIRE, [keys.manifest, keys.epoch, keys.lease, keys.tape], words)
+
+    def _run(self, script: str, keys: Sequence[str], arguments: Sequence[Value]) -> list[str]:
         with self._connection.translated():
-            return self._acquire.run(
-                [keys.manifest, keys.epoch, keys.lease, keys.tape],
-                [holder, gone or holder, self._epoch, milliseconds, LEASE_SECONDS_MAX * 1000],
-            )
+            return texts(self._redis.eval(script, len(keys), *keys, *arguments))
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         """See `MergerClient.renew`."""
-        with self._connection.translated():
-            answer = self._fenced.run(*self._renewal(Renewal(epoch, holder, seconds)))
-        self._renewed(answer, epoch)
+        self._renewed(self._run(FENCED, *self._renewal(Renewal(epoch, holder, seconds))), epoch)
 
     def release(self, epoch: int) -> None:
         """See `MergerClient.release`."""
@@ -111,21 +107,18 @@ class Lease:
             BrokerError: Another round was closed last, the server has lost something (`broker.other-round`), or a key
                 was damaged and is written anew (`broker.damaged`). The merger must load the run again.
         """
-        keys, arguments = self._request(epoch, write, after_round)
-        with self._connection.translated():
-            answer = self._fenced.run(keys, arguments)
-        self._require_done(answer, epoch, after_round)
+        self._require_done(self._run(FENCED, *self._request(epoch, write, after_round)), epoch, after_round)
 
     def ask(self, pipe: Any, renewal: Renewal) -> None:
         """Queue a renewal, whose answer `answered` takes."""
-        self._fenced.queue(pipe, *self._renewal(renewal))
+        keys, arguments = self._renewal(renewal)
+        pipe.eval(FENCED, len(keys), *keys, *arguments)
 
     def answered(self, answer: Any, renewal: Renewal) -> None:
         """Take the answer to a renewal that `ask` has queued. It raises what `renew` raises."""
-        if isinstance(answer, redis.ResponseError):  # such as a server that has forgotten the script
-            self.renew(*renewal)
-        else:
-            self._renewed(texts(answer), renewal.epoch)
+        if isinstance(answer, Exception):
+            raise answer
+        self._renewed(texts(answer), renewal.epoch)
 
     def _renewal(self, renewal: Renewal) -> tuple[list[str], list[Value]]:
         write = Write(("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000)))

@@ -56,7 +56,7 @@ def grants(role: Role, keys: Keys, name: str) -> list[Grant]:
     if role == "operator":
         return [reading, Grant(("HSET", "HDEL"), (keys.control,))]
     if role == "merger":
-        everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL", "EVALSHA")
+        everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL")
         # All keys of the run except `members`: only an administrator decides who belongs to a run.
         but_members = (f"{tag}:[^m]*", f"{tag}:m:*", keys.manifest)
         return [reading, Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
@@ -107,9 +107,9 @@ _ARGUMENTS: Final[dict[str, str]] = {
     "XRANGE": "* - +", "XREVRANGE": "* + -",
     "XREAD": "STREAMS * 0", "HSET": "* x x", "HSETNX": "* x x", "HDEL": "* x",
     "HINCRBY": "* x 1", "SADD": "* x", "SREM": "* x", "XADD": "* ID x x", "XDEL": "* 0-1", "XTRIM": "* MAXLEN 1",
-    "EVAL": "CODE 1 *", "EVALSHA": "DIGEST 1 *",
+    "EVAL": "CODE 1 *",
 }  # fmt: skip
-_PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1", "DIGEST": "0" * 40}
+_PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1"}
 
 
 def needed_commands(role: Role | None, keys: Keys, name: str) -> list[tuple[Any, ...]]:

@@ -2,7 +2,8 @@
 
 The server runs each script as one step. `FENCED` checks that this merger still holds the lease, that nothing of what
 it knows was lost, and that what it points to is there; then it runs the commands. So a write is one round trip, and
-there is one place where fencing is decided. All keys of a script lie in one hash slot.
+there is one place where fencing is decided. All keys of a script lie in one hash slot. Its text, of 8 kB, travels with
+each call, so that a server that has forgotten it, as after a restart, is no special case.
 
 A command that fails because its key holds another type of value, or a stream at its last id, meets damage: no merger
 wrote that. The key is deleted, the command runs again, and the answer names the key, so that the merger loads the run
@@ -12,7 +13,6 @@ these, if any is.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -282,24 +282,6 @@ class Write:
         for command in self.commands:
             out += [len(command), *command]
         return list(keys), out
-
-
-class Script:
-    """A script of which the server is sent only the digest, unless it does not know the script, as after a restart."""
-
-    def __init__(self, client: Any, text: str) -> None:
-        self._client, self._text = client, text
-        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-    def run(self, keys: Sequence[str], arguments: Sequence[Value]) -> list[str]:
-        try:
-            return texts(self._client.evalsha(self._digest, len(keys), *keys, *arguments))
-        except redis.exceptions.NoScriptError:
-            return texts(self._client.eval(self._text, len(keys), *keys, *arguments))
-
-    def queue(self, pipe: Any, keys: Sequence[str], arguments: Sequence[Value]) -> None:
-        """Queue the script, which the server must know."""
-        pipe.execute_command("EVALSHA", self._digest, len(keys), *keys, *arguments)
 
 
 def texts(answer: Sequence[Any]) -> list[str]:

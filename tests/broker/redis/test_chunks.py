@@ -169,7 +169,7 @@ class NoTransactions:
             raise redis.ConnectionError("the cable was pulled")
         return self._client.pipeline(transaction=False)
 
-    def evalsha(self, *words: Any) -> Any:
+    def eval(self, *words: Any) -> Any:
         raise redis.ConnectionError("the cable was pulled")
 
 

@@ -40,7 +40,7 @@ PLACES = {
 WRITES = (
     "SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST", "RENAME", "HSET", "HSETNX", "HDEL", "HINCRBY", "SADD",
     "SREM",
-    "XADD", "XDEL", "XTRIM", "EVAL", "EVALSHA",
+    "XADD", "XDEL", "XTRIM", "EVAL",
 )  # fmt: skip
 _VALUES = {"SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST"}
 _PARTS = _VALUES | {"HSET", "HSETNX", "HDEL", "HINCRBY", "SADD", "SREM"}

@@ -59,7 +59,7 @@ FAULTS = [
     (replace(setting("maxmemory-policy", "volatile-ttl"), info={**GOOD.info, "maxmemory": 10**6}), "problem",
      "eviction.policy"),
     (replace(GOOD, denied=("XADD", "EVAL")), "problem", "rights.denied"),
-    (replace(GOOD, unknown=("EVALSHA",)), "problem", "server.unknown-command"),
+    (replace(GOOD, unknown=("EVAL",)), "problem", "server.unknown-command"),
     (info(min_slaves_good_slaves=0), "problem", "role.no-replicas"),
     (replace(GOOD, needs_password=False), "warning", "password.none"),
     (replace(GOOD, settings={}), "warning", "server.untold"),
