@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import redis
-
 Value = str | bytes | int
 #: A command of Redis (in capitals) or of the script `FENCED`, the key that it changes, and its other words.
 Command = tuple[Value, ...]
@@ -286,13 +284,3 @@ class Write:
 
 def texts(answer: Sequence[Any]) -> list[str]:
     return [each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each) for each in answer]
-
-
-def has_scripts(client: Any) -> bool:
-    """Return whether the server runs scripts for this user."""
-    try:
-        return bool(client.eval("return 1", 0) == 1)
-    except redis.exceptions.NoPermissionError:
-        return True  # an island needs none
-    except redis.ResponseError:
-        return False

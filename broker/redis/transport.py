@@ -23,7 +23,6 @@ from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import epoch_in, epoch_mark
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import Compactions, StoredRun, state_fields
 from archipelago.broker.redis.updates import EVALUATIONS_KEPT, IslandNames, UpdatesStreams
@@ -116,12 +115,6 @@ class RedisTransport:
                 if pipe.exists(self._keys.manifest):
                     raise self._exists()
                 self.connection.require_lasting()
-                if not has_scripts(self.connection.redis):
-                    raise BrokerError(
-                        f"{self.connection.where} runs no scripts (EVAL), by which mergers write",
-                        "Use Redis, Valkey or another server that runs them.",
-                        code="broker.address",
-                    )
                 # Before the transaction, whose keys all share one hash tag. Names without a run are not listed.
                 self.connection.registry.sadd(REGISTRY, self.connection.run)
                 epoch = self._first_epoch(pipe, image)

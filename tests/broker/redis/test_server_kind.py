@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-import redis
 
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.machine import LOOPBACK, free_port
@@ -17,7 +15,6 @@ from archipelago.broker.redis.failures import eviction, mode_of, refused_writes,
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
-from tests.broker.redis.stored_keys import Connect
 from tests.clusters import PASSWORD, Node, data_options
 from tests.conftest import Until
 from tests.failing import failing
@@ -92,18 +89,6 @@ def test_a_server_that_deletes_keys_at_its_limit_takes_no_run(start: Start) -> N
     assert node.client.keys() == []
     node.client.config_set("maxmemory-policy", "noeviction")
     create(url_of(node))
-
-
-def test_a_server_without_scripts_takes_no_run(connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = connections()
-
-    def refused(*_: object) -> None:
-        raise redis.ResponseError("unknown command 'EVAL'")
-
-    monkeypatch.setattr(made.connection.redis, "eval", refused)
-    with failing(BrokerError, "broker.address"):
-        samples.begin(made)
-    assert raw.keys(f"*{made.run}*") == []
 
 
 def test_redis_and_valkey_name_the_mode_differently() -> None:
