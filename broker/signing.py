@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from archipelago.broker.errors import ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import Invitation, Members, raw_key
 from archipelago.broker.presence import Presence
-from archipelago.broker.shards.reader import RETRY_SECONDS, Bounded
+from archipelago.broker.shards.reader import Bounded
 from archipelago.broker.wire import SIGNED_DIGITS, digest, signed_digest
 
 Kind = Literal[
@@ -69,8 +69,8 @@ EPOCHS_SKIPPED = 1000
 INCARNATIONS = 8
 #: The members are read again when they are older than this, so a revoked key is refused within this time.
 FRESH_SECONDS = 1.0
-#: While their server is away, the members that were known last count for this long.
-KNOWN_SECONDS = 600.0
+#: While their server is away, the members that were known last count for this long, and are asked for this often.
+KNOWN_SECONDS, RETRY_SECONDS = 600.0, 5.0
 _STAMP = re.compile(rb"([0-9]{1,19})-([0-9]{1,19})")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
@@ -27,9 +27,7 @@ from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, Sta
 
 #: Of more things than this, messages say only how many there are.
 NUMBERS_MAX = 12
-#: Time between two attempts to reach a shard that is away.
-RETRY_SECONDS = 5.0
-#: How long a call waits for further shards that do not answer. A server that is alive may be slow for a second or two.
+#: How long a display waits for further shards. A server that is alive may be slow for a second or two.
 PATIENCE_SECONDS = 3.0
 #: How long a merger waits for another server, or for a bucket. It renews its lease only after that.
 ANSWER_SECONDS = 1.0
@@ -62,24 +60,25 @@ class Bounded:
     """Calls what may hang, such as a server, and waits at most ANSWER_SECONDS for the answer.
 
     If the answer takes longer, further calls raise UnreachableError at once until it has come. Only a call that asks
-    `about` the same waits for it, and returns it.
+    `about` the same waits for it, and returns it. Threads call one after the other.
     """
 
     def __init__(self, aside: Aside = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
-        self._aside, self._seconds = aside, seconds
+        self._aside, self._seconds, self._lock = aside, seconds, threading.Lock()
         self._last: tuple[object, Future[Any]] | None = None
 
     def __call__(self, read: Callable[[], T], about: object = None) -> T:
         """Return what `read` returns, or raise its error. Raises UnreachableError if that takes longer."""
-        before, answer = self._last or (None, None)
-        if answer is None or about is None or about != before:
-            if answer is not None and not answer.done():
-                raise UnreachableError("another server has not answered yet", REMEDY)
-            answer = asked(read, self._aside)
-            self._last = about, answer
-        if wait([answer], self._seconds).not_done:
-            raise UnreachableError(f"another server has not answered for {self._seconds:g} s", REMEDY)
-        self._last = None
+        with self._lock:
+            before, answer = self._last or (None, None)
+            if answer is None or about is None or about != before:
+                if answer is not None and not answer.done():
+                    raise UnreachableError("its server has not answered yet", REMEDY)
+                answer = asked(read, self._aside)
+                self._last = about, answer
+            if wait([answer], self._seconds).not_done:
+                raise UnreachableError(f"its server has not answered for {self._seconds:g} s", REMEDY)
+            self._last = None
         found: T = answer.result()
         return found
 
@@ -87,8 +86,8 @@ class Bounded:
 class BoundedReader:
     """A reader of one shard, of which each call is `Bounded`."""
 
-    def __init__(self, reader: ReaderClient, aside: Aside = on_a_thread) -> None:
-        self._reader, self._bounded = reader, Bounded(aside)
+    def __init__(self, reader: ReaderClient, aside: Aside = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
+        self._reader, self._bounded = reader, Bounded(aside, seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._reader, name)
@@ -312,57 +311,24 @@ class DisplayReader(ShardedReader):
     It is for showing a run. What islands, mergers and operators decide needs all shards, so writes and parameters still
     raise UnreachableError. So does every call if shard 0 cannot be reached, which has what belongs to the run.
 
-    A call asks all shards at the same time, each further one on a thread of its own, because a shard that hangs keeps
-    its thread for as long as a socket waits. The call that finds a shard away waits for it, but not that long. The next
-    calls leave it out at once, until it has answered.
-
-    Args:
-        patience_seconds: How long a call waits for further shards.
+    A call asks all shards at the same time, and waits at most `patience_seconds` for those that hang. Until these have
+    answered, the next calls leave them out at once.
     """
 
     def __init__(
-        self,
-        readers: Sequence[ReaderClient],
-        manifest: Manifest,
-        clock: Callable[[], float] = time.monotonic,
-        aside: Aside = on_a_thread,
-        patience_seconds: float = PATIENCE_SECONDS,
+        self, readers: Sequence[ReaderClient], manifest: Manifest, patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
         super().__init__(readers, manifest)
-        self._clock, self._aside, self._patience_seconds = clock, aside, patience_seconds
-        # The last call to each shard that is away, and when to ask it again.
-        self._last: dict[int, tuple[Future[Any], float]] = {}
+        further = [BoundedReader(reader, seconds=patience_seconds) for reader in readers[1:]]
+        self._further = [cast(ReaderClient, reader) for reader in further]
 
     def _each(self, read: Callable[[ReaderClient], T]) -> dict[int, T]:
-        further = [shard for shard in range(1, len(self._readers)) if not self._is_left_out(shard)]
-        answers = {shard: self._ask(shard, read) for shard in further}
+        answers = [asked(partial(read, reader), on_a_thread) for reader in self._further]
         found = {0: read(self._primary)}
-        until = self._clock() + self._patience_seconds
-        for shard, answer in answers.items():
+        for shard, answer in enumerate(answers, 1):
             try:
-                found[shard] = answer.result(max(0.0, until - self._clock()))
+                found[shard] = answer.result()
+                self.away.pop(shard, None)
             except UnreachableError as error:
                 self.away[shard] = error.what
-            except TimeoutError:
-                self.away[shard] = f"its server has not answered for {self._patience_seconds:g} s"
-            if shard in self.away:
-                self._last[shard] = answer, self._clock() + RETRY_SECONDS
         return found
-
-    def _ask(self, shard: int, read: Callable[[ReaderClient], T]) -> Future[T]:
-        """Begin to read from a shard, beside this call."""
-        return asked(lambda: read(self._readers[shard]), self._aside)
-
-    def _is_left_out(self, shard: int) -> bool:
-        """Return whether a shard is away. If it is time for that, begin another attempt to reach it."""
-        if shard not in self.away:
-            return False
-        answer, due = self._last[shard]
-        if answer.done():
-            if not isinstance(error := answer.exception(), UnreachableError):
-                del self.away[shard]  # it answers; if something is wrong, this call raises it
-                return False
-            self.away[shard] = error.what
-            if self._clock() >= due:
-                self._last[shard] = self._ask(shard, lambda reader: reader.is_served()), self._clock() + RETRY_SECONDS
-        return True

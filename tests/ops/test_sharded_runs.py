@@ -248,9 +248,6 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: Vi
     merged = watcher.latest.view.tokens_merged
     assert charts["lines"]["tokens"][-1] == pytest.approx(merged, abs=1), "both are means over the fragments of shard 0"
     run.cut.clear()
-    reader: Any = watcher.transport.reader
-    reader._clock, reader._aside = lambda: float("inf"), lambda attempt: attempt()
-    watcher.update()  # it asks the shard aside
     page, charts = shown(board)
     assert "shard.unreachable" not in {each["code"] for each in page["problems"]}
     assert len(charts["details"]["round"]) == sum(closed(demo))

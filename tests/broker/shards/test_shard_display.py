@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,9 +11,10 @@ import pytest
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.memory.transport import MemoryReader
 from archipelago.broker.messages import Counters, Snapshot
-from archipelago.broker.shards.reader import RETRY_SECONDS, DisplayReader
+from archipelago.broker.shards.reader import DisplayReader
 from archipelago.broker.transport import MergerStatus
 from tests import samples
+from tests.conftest import Until
 from tests.failing import failing
 
 MANIFEST = replace(samples.manifest(), shards=2)
@@ -25,9 +26,12 @@ class Shard(MemoryReader):
     def __init__(self, merged: int) -> None:
         self.merged, self.calls = merged, 0
         self.error: BrokerError | None = None
+        self.answers = threading.Event()
+        self.answers.set()
 
     def _call(self) -> None:
         self.calls += 1
+        self.answers.wait()
         if self.error is not None:
             raise self.error
 
@@ -56,34 +60,22 @@ class Shard(MemoryReader):
 
 
 class Reading:
-    """A reader of two shards on a clock of the test. While shard 1 hangs, attempts wait until the test runs them."""
+    """A reader of two shards. Shard 1 hangs until `answers` is set."""
 
     def __init__(self) -> None:
-        self.now, self.hangs = 100.0, False
         self.home, self.other = Shard(1), Shard(20)
-        self.attempts: list[Callable[[], None]] = []
-        self.reader = DisplayReader([self.home, self.other], MANIFEST, lambda: self.now, self._aside, 0.0)
-
-    def _aside(self, attempt: Callable[[], None]) -> None:
-        if self.hangs:
-            self.attempts.append(attempt)
-        else:
-            attempt()
-
-    def answer(self) -> None:
-        """Let shard 1 answer what it was asked."""
-        self.hangs = False
-        for attempt in self.attempts:
-            attempt()
-        self.attempts.clear()
+        self.answers = self.other.answers
+        self.reader = DisplayReader([self.home, self.other], MANIFEST, 0.2)
 
     def merged(self) -> int:
         return self.reader.counters().merged
 
 
 @pytest.fixture
-def reading() -> Reading:
-    return Reading()
+def reading() -> Iterator[Reading]:
+    reading = Reading()
+    yield reading
+    reading.answers.set()
 
 
 @pytest.fixture
@@ -91,7 +83,6 @@ def away(reading: Reading) -> Reading:
     """A reader that has found shard 1 away."""
     reading.other.error = UnreachableError("it does not answer")
     assert reading.merged() == 1
-    reading.hangs = True
     return reading
 
 
@@ -105,46 +96,21 @@ def test_a_shard_that_is_away_is_left_out_and_named(reading: Reading) -> None:
     assert (status.epoch, status.lease_seconds) == (3, 4.0)
 
 
-def test_only_one_call_waits_for_a_shard_that_is_away(away: Reading) -> None:
-    calls = away.other.calls
-    for _ in range(3):
-        away.now += RETRY_SECONDS
-        assert [away.merged() for _ in range(5)] == [1] * 5
-        assert away.other.calls == calls, "a call waited for the shard"
-        (attempt,) = away.attempts
-        away.attempts.clear()
-        attempt()
-        calls += 1
-    away.now += 0.9 * RETRY_SECONDS
-    away.merged()
-    assert away.attempts == [], "the shard was asked again too early"
+def test_only_one_call_waits_for_a_shard_that_hangs(reading: Reading, until: Until) -> None:
+    reading.answers.clear()
+    assert (reading.merged(), reading.reader.away) == (1, {1: "its server has not answered for 0.2 s"})
+    for _ in range(5):
+        assert (reading.merged(), reading.reader.away) == (1, {1: "its server has not answered yet"})
+    assert reading.other.calls == 1, "it was asked again before it had answered"
+    reading.answers.set()
+    until(lambda: reading.merged() == 21, "the shard is read again")
+    assert reading.reader.away == {}
 
 
-def test_no_call_waits_until_a_shard_that_hangs_answers(reading: Reading) -> None:
-    reading.hangs = True
-    assert (reading.merged(), reading.reader.away) == (1, {1: "its server has not answered for 0 s"})
-    reading.now += 10 * RETRY_SECONDS
-    assert reading.merged() == 1
-    assert len(reading.attempts) == 1, "it was asked again before it had answered"
-    reading.answer()
-    assert (reading.merged(), reading.reader.away) == (21, {})
-    reading.hangs, reading.other.error = True, UnreachableError("it timed out")
-    reading.merged()
-    reading.answer()
-    assert (reading.merged(), reading.reader.away) == (1, {1: "it timed out"})
-
-
-@pytest.mark.parametrize("error", [None, BrokerError("it does not permit this")])
-def test_a_shard_that_answers_again_is_read_again(away: Reading, error: BrokerError | None) -> None:
-    away.other.error = error
-    away.now += RETRY_SECONDS
-    assert away.merged() == 1, "the call that asks again does not wait"
-    away.answer()
-    if error:  # A shard that answers with an error is not away.
-        with failing(BrokerError):
-            away.merged()
-    else:
-        assert (away.merged(), away.reader.away) == (21, {})
+def test_a_shard_that_answers_with_an_error_is_not_away(away: Reading) -> None:
+    away.other.error = BrokerError("it does not permit this")
+    with failing(BrokerError):
+        away.merged()
 
 
 def test_all_shards_are_asked_at_the_same_time() -> None:
