@@ -213,25 +213,18 @@ def compiled_once(programs: str) -> Iterator[None]:
         if folder and "://" not in folder:
             with suppress(OSError):  # such as a file system without locks: each process compiles for itself
                 lock = held.enter_context((Path(folder) / f"{programs}.lock").open("a"))
-                if not lock.tell():  # it is empty until a process has compiled the programs
-                    _lock_or_wait(lock, time.monotonic() + COMPILING_SECONDS)
+                deadline = time.monotonic() + COMPILING_SECONDS
+                # It is empty until a process has compiled the programs.
+                while not lock.seek(0, os.SEEK_END) and time.monotonic() < deadline:
+                    with suppress(BlockingIOError):  # another process compiles them
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    time.sleep(COMPILING_POLL_SECONDS)
         yield
-        if lock is not None and not lock.tell():
+        if lock is not None and not lock.seek(0, os.SEEK_END):
             with suppress(OSError):
                 lock.write("compiled\n")
                 lock.flush()
-
-
-def _lock_or_wait(file: IO[str], deadline: float) -> None:
-    """Lock a file until it is closed. If another process has locked it, wait until that one closes it."""
-    how = fcntl.LOCK_EX
-    while time.monotonic() < deadline:
-        with suppress(BlockingIOError):
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-            return
-        if how == fcntl.LOCK_SH:
-            time.sleep(COMPILING_POLL_SECONDS)
-        how = fcntl.LOCK_SH  # all that wait go on together
 
 
 def print_json(value: Any) -> None:
