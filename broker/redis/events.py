@@ -22,21 +22,21 @@ class EventStream:
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
         self._redis, self._key, self._signing = connection.redis, connection.keys.snapshots, connection.signing
-        self._order = EventOrder()
-        self._snapshots = SnapshotOrder()
+        #: That of the events along their stream, and that of the snapshots since the last resume.
+        self._order, self._snapshots = StampOrder(), StampOrder()
         self._scanned = (START, START)  # a position, and the last entry after it that cannot be read, if there are any
 
     def last(self) -> str:
         """Return the id of the newest event, or START. Events with older stamps are replayed ones from here on."""
         newest = self._connection.newest(self._key, NEWEST if self._signing.is_on else 1)
         last = newest[0][0].decode() if newest else START
-        self._order.begin(last, max((self._stamp(raw) for _, raw in newest), default=FIRST))
+        self._order.stamps = {last: max((self._stamp(raw) for _, raw in newest), default=FIRST)}
         return last
 
     def after(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         deadline = time.monotonic() + block_seconds
         if self._signing.is_on:
-            self._order.keep(after)
+            self._order.stamps = {after: self._order.stamps.get(after, FIRST)}
         start = self._scanned[1] if self._scanned[0] == after else after
         while True:
             with self._connection.translated():
@@ -61,7 +61,7 @@ class EventStream:
 
         Only a process that reads the events knows of that. It may be older once a merger has resumed.
         """
-        if self._signing.is_on and self._order.is_begun:
+        if self._signing.is_on and self._order.stamps:
             self._snapshots.accept(key, stamp_of(raw))
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
@@ -80,12 +80,12 @@ class EventStream:
         if event is None or not self._signing.is_on:
             return event
         try:
-            self._order.accept(position, entry, stamp_of(raw))
+            self._order.accept(entry, stamp_of(raw), after=position)
         except WireError as error:
             self._connection.warn_once(f"event {entry}", error)
             return None
         if isinstance(event, Resume):
-            self._snapshots.forget()
+            self._snapshots.stamps.clear()  # a merger has gone back to what Redis holds
         return event
 
     def _read(self, entry: str, raw: Raw) -> Event | None:
@@ -108,44 +108,17 @@ class EventStream:
             return FIRST
 
 
-class EventOrder:
-    """The order of the events that one process reads: stamps grow along the stream.
+class StampOrder:
+    """The newest stamp that one process has read at each place: an entry of the stream of events, or a snapshot's key.
 
-    The process may read from any position again. So the newest stamp is remembered for each entry of the last batch.
+    The process may read events from any position again, so the stamps of all entries of the last batch are kept.
     """
 
     def __init__(self) -> None:
-        self._stamps: dict[str, Stamp] = {}
-        self.is_begun = False
+        self.stamps: dict[str, Stamp] = {}
 
-    def begin(self, entry: str, stamp: Stamp) -> None:
-        """Remember the newest stamp at an entry of the stream."""
-        self._stamps = {entry: stamp}
-        self.is_begun = True
-
-    def accept(self, after: str, entry: str, stamp: Stamp) -> None:
-        """Remember the stamp of the event that follows the entry `after`. Raises SignatureError for a replayed one."""
-        if stamp <= self._stamps.get(after, FIRST):
-            raise SignatureError("it is older than the events before it", code="signature.replayed")
-        self._stamps[entry] = stamp
-
-    def keep(self, after: str) -> None:
-        """Forget all entries but that one, from which the next batch is read."""
-        self._stamps = {entry: stamp for entry, stamp in self._stamps.items() if entry == after}
-
-
-class SnapshotOrder:
-    """The newest stamp of each snapshot or header that one process has read since the last resume, by its key."""
-
-    def __init__(self) -> None:
-        self._stamps: dict[str, Stamp] = {}
-
-    def accept(self, key: str, stamp: Stamp) -> None:
-        """Remember the stamp. Raises SignatureError for one that is older than one that was read before."""
-        if stamp < self._stamps.get(key, FIRST):
-            raise SignatureError(f"{key} is older than before", code="signature.replayed")
-        self._stamps[key] = stamp
-
-    def forget(self) -> None:
-        """Accept any snapshot next, because a merger has gone back to what Redis holds."""
-        self._stamps.clear()
+    def accept(self, place: str, stamp: Stamp, after: str = "") -> None:
+        """Remember a stamp. Raises SignatureError if a newer one was read there, or one as new at the place before."""
+        if stamp < self.stamps.get(place, FIRST) or (after and stamp <= self.stamps.get(after, FIRST)):
+            raise SignatureError(f"{place} is older than before", code="signature.replayed")
+        self.stamps[place] = stamp
