@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import redis
@@ -131,17 +132,10 @@ def delete_island(connection: RedisConnection, name: str) -> None:
 def _batches(connection: RedisConnection, prefix: str = "") -> Iterator[list[bytes]]:
     """Yield the keys of a shard that begin so. No name of a run contains a character that patterns or the tag use."""
     prefix = prefix or f"{connection.keys.tag}:"
-    batch: list[bytes] = []
+    keys = connection.redis.scan_iter(match=f"{prefix}*", count=SCANNED)
     with connection.translated():
-        for key in connection.redis.scan_iter(match=f"{prefix}*", count=SCANNED):
-            if not key.startswith(prefix.encode()):
-                continue
-            batch.append(key)
-            if len(batch) == BATCH:
-                yield batch
-                batch = []
-    if batch:
-        yield batch
+        while batch := list(islice(keys, BATCH)):
+            yield batch
 
 
 class MemberRecords:
@@ -160,13 +154,8 @@ class MemberRecords:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def put(self, name: str, member: Member) -> None:
-        """Add a member, or replace its record."""
-        with self._connection.translated():
-            self._redis.hset(self._keys.members, name, member.to_json())
-
-    def put_all(self, members: Mapping[str, Member], merger_key: str) -> None:
-        """Add members at once, and the public key of the run's mergers unless it is empty."""
+    def put(self, members: Mapping[str, Member], merger_key: str = "") -> None:
+        """Add members at once, or replace their records, and the public key of the run's mergers unless it is empty."""
         fields = {name: member.to_json() for name, member in members.items()}
         with self._connection.translated():
             self._redis.hset(self._keys.members, mapping=fields | ({MERGER_KEY: merger_key} if merger_key else {}))

@@ -162,7 +162,7 @@ class Administrator:
             private, public = kept_key, known.key
         if creates_user and not self.membership.set_user(user, password, rules):
             raise denied
-        self.membership.put(name, Member(role, public, user))
+        self.membership.put({name: Member(role, public, user)})
         self._keep_records()
         # One of that name may have left earlier. What was asked of an island that has a join file here stays.
         if not kept_key and self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):
@@ -248,7 +248,7 @@ class Administrator:
             ) from None
         if members:
             signs = any(member.role in SIGNING_ROLES for member in members.values()) and self._kept_key()
-            self.membership.put_all(members, public_text(signs) if signs else "")
+            self.membership.put(members, public_text(signs) if signs else "")
             if signs:
                 self.open()
         return sorted(members)

@@ -50,7 +50,7 @@ class Keys:
         plain.membership.offer_merger_key(key_text(self.public[MERGER]))
         for name in self.public:
             if name != MERGER:
-                plain.membership.put(name, Member("island", key_text(self.public[name])))
+                plain.membership.put({name: Member("island", key_text(self.public[name]))})
 
     def plain(self) -> RedisTransport:
         """Connect without a key."""

@@ -193,7 +193,7 @@ def test_rm_deletes_exactly_one_run_in_all_shards(url: str, raw: Any, capsys: py
     for shard in create_sharded(transport).shards:
         shard.island.publish(samples.contribution(), b"payload")
     transport.membership.set_user("old~oslo", "secret", ["reset", "on"])
-    transport.membership.put("oslo", Member(role="viewer", user="old~oslo"))
+    transport.membership.put({"oslo": Member(role="viewer", user="old~oslo")})
     transport.close()
     raw.set("{old:s0}:damaged:tape", "x")
     raw.set("{old:s0}:m:f0.0:0", "x")

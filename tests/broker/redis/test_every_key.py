@@ -110,7 +110,7 @@ def play(transport: RedisTransport, manifest: Manifest) -> None:
         reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0, by))
     reader.steer({"pause": "1"})
     merger.stand_by("other")
-    transport.membership.put("a", Member("island"))
+    transport.membership.put({"a": Member("island")})
 
 
 def test_every_key_has_a_slot_and_a_way_to_be_deleted(cluster: Cluster, transport: RedisTransport) -> None:
