@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from typing import Any
 
 from archipelago.broker.commits import entry_name, parse_entry
@@ -80,7 +80,7 @@ class RedisIsland:
         if claim is not None:
             held = _claim_in(stored)
             is_lost = held is None or newest_claim(claim, held) != held
-            claim = self._confirmed(keys.name(island), claim) if is_lost else held
+            claim = (self._write_claim(island, partial(newest_claim, claim)) or claim) if is_lost else held
         return Around(claim, None if uid is None else uid.decode("utf-8", "replace"), _texts(requests, found))
 
     def heartbeat(self, heartbeat: Heartbeat) -> bool:
@@ -98,16 +98,8 @@ class RedisIsland:
     def claim_name(self, island: str, incarnation: str) -> NameClaim:
         if not self._signing.is_on:
             self._members.require_unsigned(afresh=True)  # before it takes the name from the member who trains under it
-        key = self._keys.name(island)
-
-        def claim(pipe: Any) -> NameClaim:
-            seconds, microseconds = pipe.time()
-            found = next_claim(self._claim(key), incarnation, seconds * 1000 + microseconds // 1000)
-            pipe.multi()
-            pipe.set(key, str(found), ex=REMEMBER_SECONDS)
-            return found
-
-        claimed = self._connection.attempted(key, claim)
+        now_ms = self._reader.server_ms()
+        claimed = self._write_claim(island, lambda stored: next_claim(stored, incarnation, now_ms))
         if claimed is None:
             raise UnreachableError(
                 f"the name {island!r} could not be claimed, because other processes claim it again and again",
@@ -116,19 +108,17 @@ class RedisIsland:
             )
         return claimed
 
-    def _confirmed(self, key: str, claim: NameClaim) -> NameClaim:
-        """Return the newest claim to a name, and write this one again if it is that."""
+    def _write_claim(self, island: str, choose: Callable[[NameClaim | None], NameClaim]) -> NameClaim | None:
+        """Write and return the claim chosen by the stored one; None if others claim the name again and again."""
+        key = self._keys.name(island)
 
-        def again(pipe: Any) -> NameClaim:
-            newest = newest_claim(claim, self._claim(key))
+        def write(pipe: Any) -> NameClaim:
+            claim = choose(_claim_in(self._connection.answer("get", key)))
             pipe.multi()
-            pipe.set(key, str(newest), ex=REMEMBER_SECONDS)
-            return newest
+            pipe.set(key, str(claim), ex=REMEMBER_SECONDS)
+            return claim
 
-        return self._connection.attempted(key, again) or claim
-
-    def _claim(self, key: str) -> NameClaim | None:
-        return _claim_in(self._connection.answer("get", key))
+        return self._connection.attempted(key, write)
 
     # -- leases of text -----------------------------------------------------------------------------------------------
 
