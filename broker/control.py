@@ -207,15 +207,11 @@ def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> 
 
 def steered(config: RunConfig, settings: Mapping[str, float]) -> RunConfig:
     """Return the config with these settings instead of its own values."""
-    if not settings:
-        return config
-    sync, outer = config.sync, config.outer
-    return replace(
-        config,
-        sync=replace(sync, quorum=int(settings.get(QUORUM, sync.quorum)), grace=settings.get(GRACE, sync.grace)),
-        outer=replace(outer, learning_rate=settings.get(OUTER_RATE, outer.learning_rate)),
-        inner=replace(config.inner, steps=int(settings.get(STEPS, config.inner.steps))),
-    )
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        kind = int if name in (QUORUM, STEPS) else float
+        config = replace(config, **{section: replace(getattr(config, section), **{key: kind(value)})})
+    return config
 
 
 def run_steps(config: RunConfig, fields: Mapping[str, str], before: int | None = None) -> int:
