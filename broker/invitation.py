@@ -116,18 +116,13 @@ class Members:
     """All members of a run.
 
     Attributes:
-        merger_key: The public key of the run's mergers, in base64; empty if the run has none.
+        merger_key: The public key of the run's mergers, in base64; empty if islands and mergers sign nothing.
         faults: What is wrong with the fields that cannot be read, by their names. Such a field admits no member.
     """
 
     by_name: Mapping[str, Member] = field(default_factory=dict)
     merger_key: str = ""
     faults: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_signed(self) -> bool:
-        """Whether the run's islands and mergers sign what they send."""
-        return bool(self.merger_key)
 
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> Members:

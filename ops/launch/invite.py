@@ -120,7 +120,7 @@ def _invite(options: InviteOptions) -> int:
                 "To renew the member's credentials, give --replace. For another file, give --out.",
                 code="invitation.exists",
             )
-        was_signed = administrator.membership.all().is_signed
+        was_signed = bool(administrator.membership.all().merger_key)
         closes = not was_signed and options.role in ("island", "merger")
         if closes and (left_out := living(administrator.transport)):
             confirm(
@@ -134,7 +134,7 @@ def _invite(options: InviteOptions) -> int:
         _hand_out(administrator, invited, file, options)
         if options.json or str(file) == STANDARD_OUTPUT:
             return 0
-        if not was_signed and administrator.membership.all().is_signed:
+        if not was_signed and administrator.membership.all().merger_key:
             _explain_first(administrator, options.role)
         for warning in warnings(administrator, invited, created=options.password_file is None):
             say(f"  warning: {warning}")

@@ -86,9 +86,9 @@ def test_an_invitation_is_a_private_file_that_connects(run: RedisTransport, join
 
 def test_the_mergers_share_a_key_that_only_they_and_the_administrator_have(run: RedisTransport, join: Invite) -> None:
     assert [join(role, role=role).merger_key for role in ("viewer", "operator")] == ["", ""]
-    assert not run.membership.all().is_signed, "only islands and mergers turn signatures on"
+    assert not run.membership.all().merger_key, "only islands and mergers turn signatures on"
     first, second, island = join("m1", role="merger"), join("m2", role="merger"), join("oslo")
-    assert run.membership.all().is_signed
+    assert run.membership.all().merger_key
     kept = invitations.read(Path("runs") / run.run / ADMIN_FILE)
     assert first.private_key == second.private_key == kept.private_key
     assert public_text(kept.private_key) == run.membership.all().merger_key
