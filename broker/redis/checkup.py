@@ -96,11 +96,6 @@ class RedisCheckup:
     def has_tls(self) -> bool:
         return issubclass(self._redis.connection_pool.connection_class, SSLConnection)
 
-    @property
-    def may_write(self) -> bool:
-        """Whether the role has a key that a measurement can use."""
-        return self.role not in ("viewer", "operator")
-
     # -- speed ------------------------------------------------------------------------------------------------------
 
     def round_trips(self, seconds: float, count: int) -> list[float]:
