@@ -342,7 +342,6 @@ class Counters:
     refused: Count = 0
     refused_tokens: Count = 0
     bytes_up: Count = 0
-    bytes_down: Count = 0
 
     @property
     def pending(self) -> int:

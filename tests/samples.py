@@ -207,7 +207,7 @@ def image(of: Manifest, pending: list[tuple[Contribution, bytes]], noise: bytes 
         number=3,
         fragments=[FullState(snapshot, ones_N, own), *first_states(of, first_snapshots(of))[1:]],
         state=closed.state,
-        counters=Counters(9, 900, 2, 200, 1, 100, 5000, 6000),
+        counters=Counters(9, 900, 2, 200, 1, 100, 5000),
         cursors={"0": (0, 96), "7": (2, 0)},
         tape=[closed.tape],
         evaluations=[Evaluation(1, 4, 100, 1.7e9, 5.0)],

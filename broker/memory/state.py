@@ -97,7 +97,6 @@ class MemoryRun:
         counters = Counters(**self.counters)
         return replace(
             counters,
-            bytes_down=counters.bytes_down + sum(beat.bytes_down for beat, _ in self.islands.values()),
             published=counters.merged + counters.refused + len(self.updates),
             published_tokens=counters.merged_tokens + counters.refused_tokens + tokens,
         )

@@ -28,7 +28,7 @@ from archipelago.broker.redis.connection import RedisConnection, checked
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.redis.lease import epoch_in
-from archipelago.broker.redis.stored_run import StoredRun, count_in, counts_in, state_in
+from archipelago.broker.redis.stored_run import StoredRun, counts_in, state_in
 from archipelago.broker.redis.updates import EVALUATIONS_KEPT, ISLANDS_MAX, REMEMBER_SECONDS, UpdatesStreams
 from archipelago.broker.signing import MERGER, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import (
@@ -227,16 +227,9 @@ class RedisReader:
         stored, (pending, tokens) = Counters(**counts), self.updates.pending()
         return dataclasses.replace(
             stored,
-            bytes_down=min(COUNT_MAX, stored.bytes_down + self._downloaded()),
             published=min(COUNT_MAX, stored.merged + stored.refused + pending),
             published_tokens=min(COUNT_MAX, stored.merged_tokens + stored.refused_tokens + tokens),
         )
-
-    def _downloaded(self) -> int:
-        """Return the bytes that the islands say they have downloaded."""
-        keys = {name: self._keys.island(name) for name in self.updates.names()}
-        found = self._bounded(keys, BEAT_BYTES_MAX, ("hget", "bytes_down"))
-        return sum(count_in(answer) for _, (answer,) in found if isinstance(answer, bytes))
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._newest(self._keys.tape, TapeEntry, count, lambda raw: self._signing.verify("tape", MERGER, raw))

@@ -150,9 +150,7 @@ class ShardedReader:
 
     def counters(self) -> Counters:
         found = [asdict(each) for each in self._each(lambda reader: reader.counters()).values()]
-        total = {name: min(COUNT_MAX, sum(each[name] for each in found)) for name in found[0]}
-        # Each shard counts what islands say they have downloaded, which is the same in all of them.
-        return Counters(**total | {"bytes_down": found[0]["bytes_down"]})
+        return Counters(**{name: min(COUNT_MAX, sum(each[name] for each in found)) for name in found[0]})
 
     def backlog(self) -> int:
         return sum(self._each(lambda reader: reader.backlog()).values())

@@ -77,7 +77,7 @@ def figures(storm: StormRecord, control: Figures | None = None, baseline: Figure
         # Trained and not sent, mostly by islands that were killed.
         "tokens_lost": trained - merged - refused - pending,
         "bytes_up": storm.counters.bytes_up,
-        "bytes_down": storm.counters.bytes_down,
+        "bytes_down": storm.bytes_down,
         "held_out_loss": storm.held_out_loss,
         "unit": storm.unit,
         # The mean of what the islands reported in the last tenth of the rounds.

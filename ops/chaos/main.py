@@ -274,7 +274,7 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
     transport = processes.transport
     config, tape = processes.manifest.config, tuple(transport.reader.tape(EVERYTHING))
     turns = {island.name: read_turn_log(processes.turn_log(island.name)) for island in processes.islands}
-    has_own = plan.is_own or not plan.step_seconds
+    has_own, beats = plan.is_own or not plan.step_seconds, [p.heartbeat for p in transport.reader.presences()]
     return StormRecord(
         begin=begin,
         end=end,
@@ -288,7 +288,8 @@ def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) 
         closed_at={entry.round: monotonic(entry) for entry in tape},
         tape=tape,
         counters=transport.reader.counters(),
-        sent={(p.heartbeat.island, p.heartbeat.incarnation): p.heartbeat.sent for p in transport.reader.presences()},
+        bytes_down=sum(beat.bytes_down for beat in beats),
+        sent={(beat.island, beat.incarnation): beat.sent for beat in beats},
         refused=_refused(processes),
         held_out_loss=_held_out_loss(plan, transport),
         unit=loss_unit(processes.manifest.corpus).name,

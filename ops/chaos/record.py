@@ -76,6 +76,7 @@ class StormRecord:
     closed_at: Mapping[int, float]
     tape: tuple[TapeEntry, ...]
     counters: Counters
+    bytes_down: int
     sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
     refused: frozenset[Identity] = frozenset()
     held_out_loss: float = math.nan

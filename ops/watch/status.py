@@ -204,9 +204,8 @@ def run_lines(view: RunView, now: float, *, briefly: bool = False) -> Renderable
         )
     limit = view.memory_limit_bytes
     of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
-    traffic = (
-        f"up {size(counters.bytes_up)}, down {size(counters.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
-    )
+    down = sum(island.bytes_down for island in view.islands)
+    traffic = f"up {size(counters.bytes_up)}, down {size(down)}, Redis holds {size(view.memory_bytes)}{of}"
     grid.add_row("bytes", traffic)
     is_served = view.merger.holder or not view.unfinished
     grid.add_row("merger", Text(printable(merger_in_words(view)), style="" if is_served else "yellow"))

@@ -54,7 +54,7 @@ EXAMPLES: dict[type[Any], Any] = {
     Heartbeat: samples.heartbeat(),
     TapeEntry: TAPE,
     Evaluation: Evaluation(1, 2, 3, 4.0, 5.0),
-    Counters: Counters(1, 2, 3, 4, 5, 6, 7, 8),
+    Counters: Counters(1, 2, 3, 4, 5, 6, 7),
     Marker: Marker(3, 7),
     Note: Note(1.7e9, "a", "joined", "at round 7"),
     Handover: samples.handover(),

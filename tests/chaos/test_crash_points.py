@@ -130,7 +130,7 @@ def outcome(transport: RedisTransport) -> dict[str, Any]:
         "outer states": [digest(samples.outer_bits(each)) for each in _loaded(transport, manifest)],
         "tape": [_timeless(entry) for entry in tape],
         "cursors": transport.reader.cursors(),
-        "counters": asdict(transport.reader.counters()) | {"bytes_down": 0, "kept": 0},
+        "counters": asdict(transport.reader.counters()) | {"kept": 0},
         "state": {key: state[key] for key in state.keys() - changing},
     }
 

@@ -62,7 +62,7 @@ def storm() -> StormRecord:
         layout=Layout((tuple(range(FRAGMENTS)),)), faults=(Fault(4.0, "kill", "b", 1.0),),
         events=tuple(ProcessEvent(*mark) for mark in marks), turns={"a": a, "b": b},
         closed_at={1: 99.5, 2: 102.0, 3: 107.0, 4: 109.0},
-        tape=tuple(merged), counters=Counters(8, tokens, 8, tokens, bytes_up=5, bytes_down=6), held_out_loss=3.0,
+        tape=tuple(merged), counters=Counters(8, tokens, 8, tokens, bytes_up=5), bytes_down=6, held_out_loss=3.0,
     )  # fmt: skip
 
 

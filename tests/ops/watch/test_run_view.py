@@ -45,11 +45,11 @@ PRESENCES = [
         samples.heartbeat("b", tokens=500, tokens_unsent=20, link="the Redis does not answer [red]x[/]"), LIVE_SECONDS
     ),
     Presence(samples.heartbeat("c", "joining", tokens=0, loss=math.nan, last_refusal="too old"), 3.0),
-    Presence(samples.heartbeat("d", "left", tokens=70), 1.0),
+    Presence(samples.heartbeat("d", "left", tokens=70, bytes_down=6_000_000), 1.0),
     Presence(samples.heartbeat("e", "leaving", tokens=7), 9.9),
 ]
 COUNTERS = Counters(published=10, published_tokens=3744, merged=6, merged_tokens=3345, refused=1, refused_tokens=100,
-              bytes_up=5_000, bytes_down=6_000_000)  # fmt: skip
+              bytes_up=5_000)  # fmt: skip
 EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0, 4.25])]
 ACCOUNTS = {"a": [1801], "b": [400], "d": [140], "e": [4], "x": [1000]}
 MERGED = json.dumps({"accounts": ACCOUNTS, "tokens": 3345})
