@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import redis
@@ -36,6 +37,8 @@ ORPHAN_SECONDS = 24 * 3600
 UPLOAD_SECONDS = 600
 #: How long readers can finish with a payload that was replaced, unless it is replaced once more.
 PREVIOUS_SECONDS = 600
+#: How many islands' stores a process keeps.
+STORES_KEPT = 256
 PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
 #: What TTL answers about a chunk that a pointer keeps, and about one that is not there.
 KEPT, MISSING = -1, -2
@@ -57,13 +60,11 @@ class ChunkStore:
         self._redis = connection.redis
         self._keys = connection.keys
         self.payload_max = payload_max
+        #: Returns the store of one island's chunks. A pointer in an entry of an island leads only to chunks of that
+        #: island, whatever the pointer says. So no island can make a merger read, keep or delete the chunks of others.
+        self.of = lru_cache(maxsize=STORES_KEPT)(self._of)
 
-    def of(self, owner: str) -> ChunkStore:
-        """Return the store of one island's chunks.
-
-        A pointer in an entry of an island leads only to chunks of that island, whatever the pointer says. So no island
-        can make a merger read, keep or delete the chunks of others.
-        """
+    def _of(self, owner: str) -> ChunkStore:
         return ChunkStore(self._connection, self.payload_max, self._keys.chunk_prefix(owner))
 
     def kept_of(self, owner: str) -> ChunkStore:

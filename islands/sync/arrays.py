@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -119,8 +118,12 @@ def _mesh_of(sharding: Sharding) -> Mesh:
     """Return a mesh of the sharding's devices whose axes the compiler handles by itself."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return _automatic(sharding.mesh)
-    devices = np.array(sorted(sharding.device_set, key=attrgetter("id")))
+    devices = np.array(sorted(sharding.device_set, key=_number))
     return Mesh(devices, ("device",), axis_types=(AxisType.Auto,))
+
+
+def _number(device: Any) -> int:
+    return int(device.id)
 
 
 def _automatic(mesh: Mesh) -> Mesh:

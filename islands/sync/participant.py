@@ -98,6 +98,8 @@ class Participant:
         link.giver.is_willing = self.optimizer.copies is not None
         link.heartbeats.stall_seconds = self.speed.stall_seconds
         self._replica, self._ranges, self._on_marker, self._diverged_max = replica, ranges, on_marker, diverged_max
+        self._payload_sizes = [codec(config.wire.up).encoded_size(elements) for elements in manifest.sizes]
+        self._codecs = [manifest.codecs(p) for p in range(len(manifest.sizes))]
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
         self.unserved_steps = 0
         self._marker = 0  # the last checkpoint that a merger has announced
@@ -308,9 +310,8 @@ class Participant:
     def _codec(self, p: int) -> str:
         """Return the run's codec, or the thin one if a payload of the run's would take longer than a stride to send."""
         stride_seconds = self.speed.step_seconds * self.config.sync.interval / len(self.manifest.fragments)
-        full, *thin = self.manifest.codecs(p)
-        size = codec(full).encoded_size(self.manifest.sizes[p])
-        return thin[0] if thin and not self.link.uplink.fits(size, stride_seconds) else full
+        full, *thin = self._codecs[p]
+        return thin[0] if thin and not self.link.uplink.fits(self._payload_sizes[p], stride_seconds) else full
 
     def beat(self, state: str) -> None:
         """Update the next heartbeat, unless it is nearly as new."""
