@@ -109,12 +109,12 @@ class TeamReplica(TorchReplica):
         self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
 
     def prepare(self, fragment: int, new_N: Vector) -> Any:
-        """Leave a snapshot that waits in the host's memory: devices hold one whole fragment at a time."""
-        return new_N
+        """Leave a snapshot for a model in pieces in the host's memory: devices hold one whole fragment at a time."""
+        return new_N if self._team.leaves_together else super().prepare(fragment, new_N)
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts. The references move everywhere."""
-        self._team.tell(Work.MEASURE, fragment)
+        self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec or self.codec))
         return super().measure(fragment, params, codec)
 
     def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:

@@ -6,6 +6,7 @@ import threading
 import uuid
 from typing import Any
 
+import numpy as np
 import pytest
 
 import archipelago
@@ -18,9 +19,11 @@ from tests.failing import failing
 torch = pytorch.required()
 
 from archipelago.islands.pytorch.joining import Joining  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
 from archipelago.islands.pytorch.parallel import Follower, Leader  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.replica import TeamReplica  # noqa: E402 - it imports torch
 from archipelago.islands.team.protocol import Said, Team  # noqa: E402 - it imports torch
-from tests.islands.pytorch.torch_runs import module  # noqa: E402
+from tests.islands.pytorch.torch_runs import TorchRun, module  # noqa: E402
 
 pytestmark = pytest.mark.full
 
@@ -80,6 +83,23 @@ def test_all_processes_read_the_same_length_of_the_run(until: Until) -> None:
         assert run.steps == 10, "the others were not told yet"
         run.sync()
         assert run.steps == 7
+
+
+def test_the_others_measure_by_the_codec_of_the_leader() -> None:
+    """On a thin link that is not the run's own. Each process moves its references by what the merger will read."""
+    manifest, team = TorchRun().manifest, Obedient()
+    assert manifest.config.wire.up == "float32"
+    leader = module()
+    follower = Follower(Joining(None, "own", module()), lambda *_: team)
+    replicas = []
+    for parameters in (ModuleParameters(leader), follower._parameters):
+        replicas.append(TeamReplica(manifest, parameters, team))
+        replicas[-1].begin(parameters.named(), [np.linspace(0, 1, size, dtype=np.float32) for size in manifest.sizes])
+        replicas[-1].write(parameters.named(), [np.zeros(size, np.float32) for size in manifest.sizes])
+    follower._replica = replicas[1]
+    replicas[0].measure(0, ModuleParameters(leader).named(), "int4")
+    follower._do(team, team._told)
+    assert torch.equal(*(replica.references[0] for replica in replicas))
 
 
 class Lost(Obedient):
