@@ -103,9 +103,7 @@ class FencedError(BrokerError):
 
 
 #: Codes of refusals that end by themselves or by an operator's act, without a change of the run.
-OUTAGES = frozenset(
-    ["broker.refused-disk", "broker.refused-memory", "broker.refused-replica", "broker.refused-replicas"]
-)
+OUTAGES = frozenset(f"broker.refused-{what}" for what in ("append", "disk", "memory", "replica", "replicas"))
 
 
 def is_outage(error: ArchipelagoError) -> bool:

@@ -57,13 +57,14 @@ class Memory:
         used: What the server uses.
         limit: What it may use; 0 if there is no limit, or if it is unknown.
         machine: The memory of its machine; 0 if it is unknown.
-        refuses_writes: Why the server refuses writes, and what to do; empty if it takes them, or if that is unknown.
+        refuses_writes: By which code and why the server refuses writes, and what to do; empty if it takes them, or if
+            that is unknown.
     """
 
     used: int
     limit: int
     machine: int = 0
-    refuses_writes: str = ""
+    refuses_writes: tuple[str, ...] = ()
 
     @property
     def most(self) -> int:

@@ -18,7 +18,11 @@ from archipelago.broker.errors import BrokerError, UnreachableError
 
 #: Pattern of the server's answer: what it means, and what to do. The client library strips some codes off the answers.
 _REFUSALS = {
-    "MISCONF|Errors writing to": (
+    "Errors writing to": (
+        "broker.refused-append", "cannot write its append-only file to its disk, so it refuses writes",
+        "Free space there; the run then goes on by itself."
+    ),
+    "MISCONF": (
         "broker.refused-disk", "cannot write to its disk, so it refuses writes",
         "Free space there; the run then goes on by itself."
     ),
@@ -151,20 +155,21 @@ def _refusal(answer: str) -> tuple[str, str, str]:
     return next(known, ("broker.refused-command", "refused a command", "See its log and `INFO`."))
 
 
-def refused_writes(info: Info) -> str:
-    """Return why a server with this INFO refuses writes, and what to do; empty if it takes them.
+def refused_writes(info: Info) -> tuple[str, ...]:
+    """Return by which code and why a server with this INFO refuses writes, and what to do; empty if it takes them.
 
-    After a failed write to its disk it may take them, by settings that INFO does not tell; nor does INFO tell how many
+    After a failed snapshot it may take them, by settings that INFO does not tell; nor does INFO tell how many
     replicas are needed, if there is one.
     """
     limit = int(info.get("maxmemory", 0))
     answers = {
         "used memory > 'maxmemory'": 0 < limit <= int(info.get("used_memory", 0)),
         "read only replica": info.get("role") == "slave",
-        "MISCONF": "err" in (info.get("rdb_last_bgsave_status"), info.get("aof_last_write_status")),
+        "Errors writing to": info.get("aof_last_write_status") == "err" and info.get("aof_enabled", 1),
+        "MISCONF": info.get("rdb_last_bgsave_status") == "err",
         "NOREPLICAS": info.get("min_slaves_good_slaves") == 0,  # INFO has it only if some are needed
     }
-    return next((". ".join(_refusal(answer)[1:]) for answer, refuses in answers.items() if refuses), "")
+    return next((_refusal(answer) for answer, refuses in answers.items() if refuses), ())
 
 
 def tls_fault(error: BaseException | None) -> ssl.SSLError | None:

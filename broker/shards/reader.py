@@ -191,7 +191,7 @@ class ShardedReader:
             sum(memory.used for memory in found.values()),
             sum(limits) if all(limits) else 0,
             sum(memory.machine for memory in found.values()),
-            next(filter(None, (memory.refuses_writes for memory in found.values())), ""),
+            next(filter(None, (memory.refuses_writes for memory in found.values())), ()),
         )
 
     def merger_state(self) -> str:

@@ -146,8 +146,8 @@ def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
         *_refusal_problems(view, unix_seconds),
     ]
     if view.refuses_writes and any(each.code in _STANDSTILL for each in found):
-        what, _, remedy = view.refuses_writes.partition(". ")
-        if "disk" not in what:  # after a failed snapshot it may take writes, and something else may be wrong
+        code, what, remedy = view.refuses_writes
+        if code != "broker.refused-disk":  # after a failed snapshot it may take writes, and something else may be wrong
             found = [each for each in found if each.code not in (*_STANDSTILL, "island.silent")]
         found.insert(0, Problem("redis.refuses-writes", "bad", "redis", f"Redis {what}.", remedy))
     address = view.address and f" {view.address}"

@@ -131,7 +131,7 @@ def summarise(
         pending=counters.pending,
         memory_bytes=memory.used if memory else 0,
         memory_limit_bytes=memory.limit if memory else 0,
-        refuses_writes=memory.refuses_writes if memory else "",
+        refuses_writes=memory.refuses_writes if memory else (),
         shards=layout.fragments if manifest.shards > 1 else (),
         ended=tuple(k for k, each in shards.items() if max(made, each.step if each else 0) >= wanted),
         rounds_behind=sum(layout.rounds[k].between((each or tape[0]).round, rounds) for k, each in shards.items()),

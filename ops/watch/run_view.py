@@ -59,7 +59,7 @@ class RunView:
         rounds_behind: How many rounds with smaller numbers than the newest one are not closed yet.
         unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
-        refuses_writes: Why the Redis refuses writes, and what to do; empty if it takes them.
+        refuses_writes: By which code and why the Redis refuses writes, and what to do; empty if it takes them.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
         merger: The merger that holds the lease, and the time since the last round closed.
         refused: Why the last merger refused to serve the run, while none serves it.
@@ -101,7 +101,7 @@ class RunView:
     memory_bytes: int
     memory_limit_bytes: int
     islands: tuple[IslandView, ...]
-    refuses_writes: str = ""
+    refuses_writes: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     frozen_parameters: int = 0
     shards: tuple[tuple[int, ...], ...] = ()

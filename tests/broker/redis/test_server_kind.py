@@ -101,13 +101,15 @@ def test_redis_and_valkey_name_the_mode_differently() -> None:
 def test_info_says_why_writes_are_refused() -> None:
     for info, why in (
         ({"maxmemory": 5, "used_memory": 5}, "memory"), ({"role": "slave"}, "replica"),
-        ({"rdb_last_bgsave_status": "err"}, "disk"), ({"aof_last_write_status": "err"}, "disk"),
+        ({"rdb_last_bgsave_status": "err"}, "disk"),
+        ({"rdb_last_bgsave_status": "err", "aof_last_write_status": "err", "aof_enabled": 1}, "append-only file"),
         ({"min_slaves_good_slaves": 0}, "too few replicas"),
     ):  # fmt: skip
-        what, _, remedy = refused_writes(info).partition(". ")
+        _, what, remedy = refused_writes(info)
         assert why in what and what.endswith("so it refuses writes") and remedy, info
     fine = {"role": "master", "used_memory": 5, "rdb_last_bgsave_status": "ok", "min_slaves_good_slaves": 1}
-    assert refused_writes({}) == refused_writes(fine) == ""
+    stale = {"aof_last_write_status": "err", "aof_enabled": 0}
+    assert refused_writes({}) == refused_writes(fine) == refused_writes(stale) == ()
 
 
 def test_a_policy_matters_only_with_a_limit() -> None:

@@ -114,6 +114,9 @@ def test_a_redis_that_refuses_writes_is_told_in_place_of_what_follows() -> None:
     assert found.remedy.startswith("Start its replicas") and state_of(silent, [found]) == "stalled"
     assert look(view(merger=status(still_seconds=61.0), **refuses)) == ["redis.refuses-writes"]
     assert look(view(beat("b", 40.0), **refuses)) == ["island.silent"], "one may watch a run at a replica"
+    for faults, also in ({"aof_last_write_status": "err"}, []), ({"rdb_last_bgsave_status": "err"}, ["run.stalled"]):
+        stalled = view(merger=status(still_seconds=61.0), refuses_writes=refused_writes(faults))
+        assert look(stalled) == ["redis.refuses-writes", *also], "Redis may take writes after a failed snapshot"
 
 
 def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
