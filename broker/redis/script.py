@@ -200,12 +200,14 @@ function commands.replace(words)
 end
 -- gone BEAT STREAM NOTES EVALUATIONS NAMES TO NAME LEAST MOST COUNT KEPT: deletes the keys of an island without
 -- entries whose heartbeat has fewer milliseconds left than LEAST, or more than MOST. Its evaluations move first, COUNT
--- at a time. An entry that is too large, or of another island, is none of them.
+-- at a time. An entry that is too large, or of another island, is none of them. STREAM and NAMES are deleted if they
+-- hold another type of value: islands cannot write to them.
 function commands.gone(words)
   local _, beat, stream, notes, evaluations, names, to, name, least, most, count, kept = unpack(words)
-  local left, length = redis.call('PTTL', beat), redis.pcall('XLEN', stream)
-  local waits = type(length) == 'number' and length > 0
-  if waits or (left >= tonumber(least) and left <= tonumber(most)) then return end
+  once({'XLEN', stream})
+  once({'SCARD', names})
+  local left = redis.call('PTTL', beat)
+  if redis.call('XLEN', stream) > 0 or (left >= tonumber(least) and left <= tonumber(most)) then return end
   local found = redis.pcall('XRANGE', evaluations, '-', '+', 'COUNT', count)
   for _, entry in ipairs(found.err and {} or found) do
     local fields, bytes, by = entry[2], 0, nil

@@ -24,7 +24,7 @@ from archipelago.broker.commits import (
     is_last,
     parse_entry,
 )
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, from_raw
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore, digests_of
@@ -280,8 +280,11 @@ class IslandNames:
         return is_asked
 
     def found(self, answer: Any) -> None:
-        """Take a part of the set of names."""
-        if answer is None or isinstance(answer, Exception):  # another type of value
+        """Take a part of the set of names. Raises BrokerError if a merger finds none: no island can write to it."""
+        if isinstance(answer, Exception):  # another type of value, which `take_up` deletes
+            what = f"{self._connection.where} holds another type of value under {self._keys.islands}"
+            raise BrokerError(what, "The merger loads the run again, and deletes it.", code="broker.damaged")
+        if answer is None:
             return
         self._cursor, some = answer
         new = [name for name in names_in(some) if name not in self._names]

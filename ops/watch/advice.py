@@ -193,7 +193,8 @@ def _run_problems(view: RunView) -> Iterator[Problem]:
             "redis.unreadable", "warn", "redis",
             f"{len(view.unreadable)} records cannot be read and are skipped: {', '.join(view.unreadable[:3])}.",
             "An island has credentials that were replaced or revoked, or something else or another version of the "
-            "program writes to these keys. `archipelago doctor URL` looks at the server.",
+            "program writes to these keys. End that. A merger that starts deletes keys with another type of value; "
+            "delete `members` by hand, and run `archipelago invite`.",
         )  # fmt: skip
 
 

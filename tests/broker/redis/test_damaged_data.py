@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from archipelago.broker.commits import NUMBER_MAX, START, parse_entry
 from archipelago.broker.errors import BrokerError, FencedError, WithdrawnError
-from archipelago.broker.messages import Call, Evaluation, Note, to_fields
+from archipelago.broker.messages import Call, Evaluation, Note, Resume, to_fields
 from archipelago.broker.redis import updates
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -190,6 +191,35 @@ def test_a_key_of_another_type_is_replaced_by_what_a_commit_writes(
     reader = transport.reader
     assert (len(reader.tape(9)), reader.cursors(), reader.counters().merged) == (1, {"0": (0, 5)}, 3)
     assert len(reader.events(START, 0.0)) == 1
+
+
+@pytest.mark.parametrize("kind", ["islands", "updates", "island"])
+def test_a_key_of_another_type_to_which_islands_write_is_deleted_by_the_merger(
+    transport: RedisTransport, raw: Any, epoch: int, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Else the island would send each contribution again, or no heartbeat, until a merger starts."""
+    keys, merger = Keys(transport.run), transport.merger
+    key = {"islands": keys.islands, "updates": keys.updates("a"), "island": keys.island("a")}[kind]
+    monkeypatch.setattr(updates, "FORGET_SECONDS", 0.0)
+    transport.island.heartbeat(samples.heartbeat("a"))
+    assert transport.updates.names() == ["a"]
+    raw.set(key, "x")
+    # An island may write to its heartbeat, so that makes no merger load the run again.
+    with nullcontext() if kind == "island" else failing(BrokerError, "broker.damaged"):
+        merger.forget(epoch, transport.reader.presences())
+    assert not raw.exists(key)
+    transport.island.heartbeat(samples.heartbeat("a"))
+    transport.island.publish(samples.contribution(), b"payload")
+
+
+def test_a_merger_that_reads_no_names_loads_the_run_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    raw.set(Keys(transport.run).islands, "x")
+    with failing(BrokerError, "broker.damaged"):
+        transport.merger.look(0.0, around=True)
+    transport.merger.take_up(epoch, Resume(0, epoch), {}, {})
+    transport.island.publish(samples.contribution(), b"payload")
+    transport.merger.look(0.0, around=True)
+    assert transport.updates.names() == ["a"]
 
 
 # -- records that cannot be read ----------------------------------------------------------------------------------
