@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 
-from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.errors import ArchipelagoError, BrokerError, UnknownRunError
 from archipelago.broker.observe.logs import SHARD_THREAD
 from archipelago.broker.shards.reader import asked
 from archipelago.broker.transport import MergerTransport
@@ -143,15 +143,16 @@ def serve_shards(
         Whether the run is finished (`serve`).
 
     Raises:
+        UnknownRunError: The run has lost a shard.
         ArchipelagoError: No shard can be served any more; this is the error of the first one that could not.
     """
     if len(mergers) == 1:
         return serve(mergers[0], stopped)
-    sharing, has_defect = Sharing(mergers), threading.Event()
+    sharing, is_over = Sharing(mergers), threading.Event()
 
     def begun(shard: int) -> Future[bool]:
         """Begin to serve a shard on a thread of its own, whose name is in the log."""
-        work = partial(_serve_shard, mergers[shard], shard, sharing, lambda: has_defect.is_set() or stopped())
+        work = partial(_serve_shard, mergers[shard], shard, sharing, lambda: is_over.is_set() or stopped())
         return asked(work, lambda job: threading.Thread(target=job, name=f"{SHARD_THREAD}{shard}", daemon=True).start())
 
     shards = [begun(shard) for shard in range(len(mergers))]
@@ -160,18 +161,23 @@ def serve_shards(
         sharing.look()
         wait(alive, look_seconds, FIRST_COMPLETED)
         now, errors = time.monotonic(), _errors(shards)
-        if not all(isinstance(error, ArchipelagoError) for error in errors.values()):
-            has_defect.set()  # only a mistake in our code explains that error
+        if any(map(_ends_all, errors.values())):
+            is_over.set()
             continue
         again_at = {shard: again_at.get(shard, now + again_seconds) for shard in errors}
         for shard in [shard for shard, at in again_at.items() if now >= at]:
             del again_at[shard]
             shards[shard] = begun(shard)
     if errors := _errors(shards):
-        raise min(errors.values(), key=lambda error: isinstance(error, ArchipelagoError))
+        raise max(errors.values(), key=_ends_all)
     return all(each.result() for each in shards)
 
 
 def _errors(shards: Sequence[Future[bool]]) -> dict[int, BaseException]:
     """Return the error of each shard that could not be served, by its number."""
     return {shard: error for shard, each in enumerate(shards) if each.done() and (error := each.exception())}
+
+
+def _ends_all(error: BaseException) -> bool:
+    """Return whether the whole process ends: the run lost a shard, and all go back together, or our code is wrong."""
+    return isinstance(error, UnknownRunError) or not isinstance(error, ArchipelagoError)

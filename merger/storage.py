@@ -274,8 +274,9 @@ class MergerFolder:
         )  # fmt: skip
         if places:
             code, remedy = "broker.resumable", (
-                f"Start its merger, or the `archipelago up` that ran it, again with --resume: it continues from "
-                f"checkpoint {max(places)} in {places[max(places)]}. Islands that still run go on from there."
+                f"{transport.reader.stored.others_first()}Start its merger, or the `archipelago up` that ran it, again "
+                f"with --resume: it continues from checkpoint {max(places)} in {places[max(places)]}. Islands that "
+                "still run go on from there."
             )  # fmt: skip
         remedy += unread
         with suppress(BrokerError):
@@ -303,8 +304,9 @@ class MergerFolder:
             if not numbers:
                 raise
             if not resume:
+                others_first = transport.reader.stored.others_first() if isinstance(transport, RedisTransport) else ""
                 remedy = f"{self.path} holds its checkpoint {numbers[-1]}: continue from there with --resume, or "
-                remedy += f"move {self.path} away to begin anew."
+                remedy = f"{others_first}{remedy}move {self.path} away to begin anew."
                 raise UnknownRunError(error.what, remedy, code="broker.resumable") from None
         try:
             self.bring_back(transport)

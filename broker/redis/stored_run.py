@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -119,12 +120,24 @@ class StoredRun:
         )
         if self._has_islands():
             remedy = self._said_by_merger() or (
-                "This Redis has lost it: its islands still write heartbeats here. Start its merger again with "
-                "--resume: it continues from the newest checkpoint."
+                f"This Redis has lost it: its islands still write heartbeats here. {self.others_first()}Start its "
+                "merger again with --resume: it continues from the newest checkpoint."
             )
         return UnknownRunError(
             f"there is no run {self._connection.run!r} at {self._connection.where} (runs there: {here})", remedy
         )
+
+    def others_first(self) -> str:
+        """Return what to do with the other shards of a run that has lost one; empty if none of the first two is left.
+
+        All shards go back together.
+        """
+        connection = self._connection
+        keys = [Keys(connection.run, shard).manifest for shard in (0, 1)]
+        with suppress(BrokerError), connection.translated():
+            if any(connection.servers.client(key).exists(key) for key in keys):
+                return f"Stop its mergers, and delete its other shards: `archipelago rm {connection.run} --force`. "
+        return ""
 
     def _has_islands(self) -> bool:
         """Return whether there are islands of a run of this name, as far as this user may know."""

@@ -24,6 +24,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.transport import create, of_shard
+from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.service import Merger
 from archipelago.merger.shards import Sharing, is_above_share, seen, serve_shards, share
 from archipelago.merger.storage import MergerFolder
@@ -168,11 +169,9 @@ def test_processes_share_the_shards_of_a_run_until_it_is_deleted(home: RedisTran
     until(lambda: first.served == [0, 1], "the first process to take all shards again")
     delete(home, 1)
     until(lambda: not [t for t in threading.enumerate() if t.name == "shard 1"], "its thread to end")
-    assert first.mergers[0].epoch, "a shard that is lost stops only itself"
-    assert not first.has_ended
-    delete(home, 0)
-    until(lambda: first.has_ended, "the process to end")
+    until(lambda: first.has_ended, "the process to end, because both shards go back together")
     assert isinstance(first.error, UnknownRunError)
+    assert not home.of_shard(0).reader.is_served()
 
 
 def test_all_processes_end_with_the_run_and_one_that_is_started_later_does(
@@ -282,6 +281,23 @@ def test_no_merger_loads_a_shard_of_a_run_whose_shard_0_is_lost_or_away(home: Re
     delete_shard(home.of_shard(0).connection)
     with failing(UnknownRunError):
         merger.load()
+
+
+def test_a_run_that_has_lost_one_shard_is_restored_after_the_others_are_deleted(
+    home: RedisTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(CheckpointStore, "numbers", lambda _: [7])
+    folder, remedies = MergerFolder(tmp_path), list[str]()
+    home.island.heartbeat(samples.heartbeat("a"))
+    home.connection.redis.delete(home.connection.keys.manifest)
+    for _ in range(2):
+        with pytest.raises(UnknownRunError) as read:
+            home.reader.manifest()
+        with failing(UnknownRunError, "broker.resumable") as begun:
+            folder.find_or_bring_back(home, resume=False)
+        remedies += [read.value.remedy, begun.value.remedy, folder.lost(read.value, home).remedy]
+        home.connection.redis.delete(home.of_shard(1).connection.keys.manifest, home.connection.keys.notes)
+    assert ["`archipelago rm sample --force`" in remedy for remedy in remedies] == [True] * 3 + [False] * 3
 
 
 def test_a_merger_can_start_while_the_server_of_its_shard_is_away(
