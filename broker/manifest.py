@@ -289,8 +289,9 @@ class Manifest:
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"the run's manifest cannot be read ({fault_in(error)})",
-                "If another version of archipelago made the run, use that one. If this is damaged, delete the run "
-                "(`archipelago rm NAME URL`), and go on from its checkpoint: `archipelago merger --resume`.",
+                "If another version of archipelago made the run, use that one. If this is damaged, stop its "
+                "mergers, delete it (`archipelago rm NAME URL --force`), and go on from its checkpoint: "
+                "`archipelago merger --resume`.",
                 code="config.manifest",
             ) from None
         if manifest.shards > 1 and fields.get("format") != FORMAT:

@@ -178,8 +178,9 @@ class Lease:
         )
 
     def _gone(self) -> UnknownRunError:
-        """Return the error of a merger whose run is no longer there."""
-        uid = self._stored.uid()
+        """Return the error of a merger whose run is no longer there. Raises ConfigError for a damaged manifest."""
+        if (uid := self._stored.uid()) is None:
+            self._stored.manifest()
         if uid is None or uid == self._uid:
             return self._stored.unknown()
         return UnknownRunError(

@@ -12,7 +12,14 @@ import pytest
 from redis.connection import AbstractConnection
 
 from archipelago.broker.commits import Renewal
-from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, WithdrawnError
+from archipelago.broker.errors import (
+    BrokerError,
+    ConfigError,
+    FencedError,
+    UnknownRunError,
+    UnreachableError,
+    WithdrawnError,
+)
 from archipelago.broker.messages import Call, Resume
 from archipelago.broker.ranges import RANGES_MAX
 from archipelago.broker.redis.keys import Keys
@@ -59,6 +66,12 @@ def test_a_merger_of_a_run_that_was_created_again_has_no_run(
     for write in writes:
         with failing(UnknownRunError, "broker.unknown-run"):
             write()
+    raw.set(Keys(transport.run).manifest, "x")
+    for write in writes:
+        with failing(ConfigError, "config.manifest") as damaged:
+            write()
+        assert "--force" in damaged.value.remedy, "the islands that live stay, and rm refuses to delete their run"
+    raw.delete(Keys(transport.run).manifest)
     manifest = replace(samples.manifest(transport.run), uid="another")
     connections().create(manifest, samples.first_snapshots(manifest))
     for write in writes:
