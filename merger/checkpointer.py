@@ -302,7 +302,11 @@ class Checkpointer:
         _require_same(cut, tape)
         if self.recorder is not None:
             covered = max(covered, self.recorder.last_round())
-            self._record(self.recorder, [entry for entry in tape if entry.round > covered])
+            found = [entry for entry in tape if entry.round > covered]
+            if lost := self.manifest.own_rounds.between(covered, closed) - len(found):
+                what = "the record lacks %s rounds after round %s, because they are not on the tape in Redis any more"
+                log.warning(what, lost, covered, extra={"code": "record.gone"})
+            self._record(self.recorder, found)
         self.store.save(self._image(cut, tape[-TAPE_IN_IMAGE:]))
         if self.copier is not None:
             self.copier.offer(cut.number)

@@ -99,7 +99,8 @@ def rounds_of(record: records.Record) -> Sequence[tuple[TapeEntry, tuple[Deliver
     if missing:
         raise ConfigError(
             f"round {missing[0]} is not in the record ({len(missing)} are missing)",
-            "If another machine's merger was serving then, its folder has the rest: copy the files together.",
+            "If another machine's merger was serving then, its folder has the rest: copy the files together. "
+            "Otherwise the tape in Redis was damaged: the merger's log says so (`record.gone`).",
             code="replay.missing-rounds",
         )
     return [record.rounds[number] for number in numbers]

@@ -253,3 +253,10 @@ def test_the_record_misses_only_rounds_whose_contributions_are_gone(
     finish(merger)
     assert "record.gone" in logged_codes(caplog)
     assert sorted(record.read(tmp_path).rounds) == [1, 2, 3, 4, 5, 7]
+    caplog.clear()
+    run.play(merger, 8)
+    run.broker.runs[run.manifest.run].tape.clear()
+    run.play(merger, 9)
+    finish(merger)
+    assert "lacks 1 rounds after round 7" in caplog.text
+    assert sorted(record.read(tmp_path).rounds) == [1, 2, 3, 4, 5, 7, 9]
