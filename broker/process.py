@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -46,6 +47,16 @@ RUN_VARIABLE = "ARCHIPELAGO_RUN"
 def name_of_new_run() -> str:
     """Return the name of a run that is created without one."""
     return os.environ.get(RUN_VARIABLE) or "demo"
+
+
+def up_command(folder: Path, run: str) -> str:
+    """Return the command that continues the run of `up` in that folder; empty if `up` has not made it."""
+    place = folder.absolute()
+    if place.name != run or not (place / "redis").is_dir():
+        return ""
+    is_usual = place.parent == Path("runs").absolute()
+    where = "" if is_usual else f" --folder {shlex.quote(str(place.parent))}"
+    return f"archipelago up --run {run}{where}" + (" --open" if (place / "redis" / "certificates").is_dir() else "")
 
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"

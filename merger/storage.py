@@ -23,6 +23,7 @@ from archipelago.broker.commits import Image
 from archipelago.broker.errors import BrokerError, ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
+from archipelago.broker.process import up_command
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.reader import Aside, Bounded, BoundedReader, on_a_thread
@@ -273,10 +274,11 @@ class MergerFolder:
             "--resume, or create the run again."
         )  # fmt: skip
         if places:
+            up = up_command(self.path.parent, transport.run)
+            again = f"Continue it with `{up} --resume`" if up else "Start its merger again with --resume"
             code, remedy = "broker.resumable", (
-                f"{transport.reader.stored.others_first()}Start its merger, or the `archipelago up` that ran it, again "
-                f"with --resume: it continues from checkpoint {max(places)} in {places[max(places)]}. Islands that "
-                "still run go on from there."
+                f"{transport.reader.stored.others_first()}{again}: it continues from checkpoint {max(places)} in "
+                f"{places[max(places)]}. Islands that still run go on from there."
             )  # fmt: skip
         remedy += unread
         with suppress(BrokerError):

@@ -32,6 +32,7 @@ from archipelago.broker.messages import (
     TapeEntry,
 )
 from archipelago.broker.presence import Presence
+from archipelago.broker.process import up_command
 from archipelago.broker.shards.reader import count_in, merged_tokens, parsed_state, summed
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import Memory, MergerStatus, ReaderTransport, refusal
@@ -63,16 +64,6 @@ def _uncopied(notes: Sequence[Note]) -> str:
         elif note.kind in (COPIED, "served"):  # a new merger says again what fails
             del failing[: 1 if note.kind == COPIED else None]
     return failing[-1] if failing else ""
-
-
-def up_command(folder: Path, run: str) -> str:
-    """Return the command that continues the run of `up` in that folder; empty if `up` has not made it."""
-    place = folder.absolute()
-    if place.name != run or not (place / "redis").is_dir():
-        return ""
-    is_usual = place.parent == Path("runs").absolute()
-    where = "" if is_usual else f" --folder {shlex.quote(str(place.parent))}"
-    return f"archipelago up --run {run}{where}" + (" --open" if (place / "redis" / "certificates").is_dir() else "")
 
 
 def summarise(

@@ -300,6 +300,17 @@ def test_a_run_that_has_lost_one_shard_is_restored_after_the_others_are_deleted(
     assert ["`archipelago rm sample --force`" in remedy for remedy in remedies] == [True] * 3 + [False] * 3
 
 
+def test_the_merger_of_up_names_the_command_that_continues_the_run(
+    home: RedisTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(CheckpointStore, "numbers", lambda _: [7])
+    for place, named in (("redis", True), ("other", False)):
+        (tmp_path / place / "sample" / place).mkdir(parents=True)
+        error = MergerFolder(tmp_path / place / "sample" / "merger").lost(UnknownRunError("lost", ""), home)
+        command = f"`archipelago up --run sample --folder {tmp_path / place} --resume`"
+        assert (command in error.remedy, "archipelago up" in error.remedy) == (named, named), "the page can copy it"
+
+
 def test_a_merger_can_start_while_the_server_of_its_shard_is_away(
     home: RedisTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from archipelago.broker.control import Control
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Counters, Evaluation, Note, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
+from archipelago.broker.process import up_command
 from archipelago.broker.redis.failures import refused_writes
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
@@ -22,7 +23,7 @@ from archipelago.ops.launch.opening import CERTIFICATES
 from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, grouped, problems, rising, state_of, verdict
 from archipelago.ops.watch.history import events_of
-from archipelago.ops.watch.reading import RunReading, summarise, up_command
+from archipelago.ops.watch.reading import RunReading, summarise
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.state_line import MOODS, state_line, steps_per_second
 from tests import samples
