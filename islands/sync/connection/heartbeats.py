@@ -34,6 +34,8 @@ FRESH_SECONDS = 0.05
 TOTAL_MAX = 1 << 60
 #: How often the warning is repeated while no merger serves.
 REMIND_SECONDS = 60.0
+#: After an outage, a merger renews its lease, which may have expired, within this time.
+RENEWAL_SECONDS = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +57,12 @@ class Serving:
 
     def heard(self, *, is_served: bool, is_over: bool) -> None:
         """Note whether a merger serves the run. One that is over needs none. Raises BrokerError."""
-        self.is_served = is_served
+        is_first, self.is_served = self.is_served is None, is_served
         if is_served:
             self._unserved_since = None
         elif self._unserved_since is None:
             self._unserved_since = self._clock()
-        if not is_served and not is_over:
+        if not is_served and not is_over and (is_first or self.away_seconds >= RENEWAL_SECONDS):
             self._warn()
         elif is_served and self._warned_at is not None:
             log.info("a merger serves the run %r", self._run)

@@ -140,6 +140,8 @@ def test_a_missing_merger_is_said_now_and_then_until_the_run_is_over(
     def said() -> int:
         return sum(getattr(record, "code", "") == "island.no-merger" for record in caplog.records)
 
+    heartbeat(link)
+    assert (link.heartbeats.serving.is_served, said()) == (False, 0), "its lease may have expired in an outage"
     for count in (1, 2):
         harness.ahead += 2 * REMIND_SECONDS
         for _ in range(2):
