@@ -103,8 +103,8 @@ def leave_cleanly(loop: Participant, *, awaits_merge: bool = True) -> str:
         is_sent, state = give_up(loop, *leave_reason(loop), seconds=FLUSH_SECONDS), "left"
     else:
         is_sent = leave(loop, state, awaits_merge=awaits_merge)
-    if not is_sent:
-        log.warning("the broker did not take %s contributions", loop.link.backlog)
+    if not is_sent and (left := loop.link.backlog):  # else it did not take the last heartbeat
+        log.warning("the broker did not take %s contributions", left)
     if loop.link.heartbeats.is_replaced:
         state = "replaced"
     log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")

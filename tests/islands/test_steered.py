@@ -36,6 +36,16 @@ def requested(action: str) -> tuple[TinyRun, Island]:
     return run, island
 
 
+def test_an_island_that_leaves_during_an_outage_counts_only_contributions_that_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_sent in (True, False):
+        _, island = tiny.played(3)
+        monkeypatch.setattr(island.link, "drain", lambda _, link=island.link, sends=is_sent: sends and link.pump())
+        leave_cleanly(island)
+        assert ("the broker did not take" in caplog.text) is not is_sent
+
+
 @pytest.mark.parametrize("action", ["drain", "expel"])
 def test_an_island_leaves_when_it_reads_the_request_and_an_excluded_name_cannot_join(
     action: str, monkeypatch: pytest.MonkeyPatch
