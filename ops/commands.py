@@ -149,7 +149,7 @@ EXAMPLES = {
     "archipelago generate demo --prompt 'def main(' --tokens 200": "Continue a prompt with the run in runs/demo.",
     "archipelago generate redis://HOST:6379 --run demo": "Sample from a run that trains now.",
     "archipelago prepare notes/ --name mine": "Make a corpus of the text files in a folder.",
-    "archipelago prepare notes/ --name mine --tokenizer tokenizer.json": "Store it as tokens.",
+    "archipelago prepare notes/ --name mine-tokens --tokenizer tokenizer.json": "Store it as tokens of a tokenizer.",
     "archipelago replay demo": "Merge the recorded run again, and compare every digest.",
     "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",
     "archipelago chaos --task docs/examples/task_bytes.py": "Kill processes that train a task of yours.",

@@ -103,9 +103,10 @@ class OptimizerState:
         """Find out which state the optimisers keep. Call this before the run's parameters are placed.
 
         Gradients, options and attributes of the optimisers are afterwards as they were, but for what attributes hold.
+        Hooks of the optimisers see the steps.
 
         Raises:
-            ConfigError: An optimiser writes over what a merge has changed (`loop.argument`).
+            ConfigError: An optimiser that has no state yet writes over what a merge has changed (`loop.argument`).
         """
         self.was_there = any(optimizer.state for optimizer in self._optimizers)
         fresh = [(optimizer, dict(vars(optimizer))) for optimizer in self._optimizers if not optimizer.state]
@@ -114,8 +115,8 @@ class OptimizerState:
             for optimizer, _ in fresh:
                 _step_without_gradients(optimizer)
             self.entries = tuple(self._found())
-            self.can_travel = bool(self.entries) and bool(self.digest.size)
             undoing = next((optimizer for optimizer, _ in fresh if _undoes_changes(optimizer)), None)
+            self.can_travel = bool(self.entries) and bool(self.digest.size)
         except Exception as error:  # noqa: BLE001 - the optimiser is the user's, and its state is not necessary
             log.warning("this optimiser's state is not shared with peers: %s: %s", type(error).__name__, error)
         finally:
@@ -230,14 +231,17 @@ def _step_without_gradients(optimizer: Any) -> None:
 
 
 def _undoes_changes(optimizer: Any) -> bool:
-    """Return whether a step takes the largest parameter back to its value at the step before."""
+    """Return whether a step takes a parameter back to its value at the step before.
+
+    The parameter is the largest of those with the narrowest dtype, of which master weights are copies.
+    """
     every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     if not every:
         return False
-    own = own_piece(max(every, key=torch.numel).detach())
+    own = own_piece(max(every, key=lambda each: (-each.dtype.itemsize, each.numel())).detach())
     before = own.clone()
-    changed = own.add_(1.0).clone()
     try:
+        changed = own.add_(1.0).clone()
         _step_without_gradients(optimizer)
         return torch.equal(own, before) and not torch.equal(own, changed)
     finally:

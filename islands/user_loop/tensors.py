@@ -36,7 +36,7 @@ def _pattern(argument: str, text: str) -> re.Pattern[str]:
     except re.error as error:
         raise ConfigError(
             f"{argument}={text!r} is no regular expression ({error})",
-            "Give one that is found in the names of tensors, such as 'embed|wte' or 'lora', or a function.",
+            "Give one that is found in the names of tensors, such as 'embed|wte|wpe' or 'lora', or a function.",
             code="loop.argument",
         ) from None
 

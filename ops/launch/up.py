@@ -138,7 +138,7 @@ def main(options: UpOptions) -> int:
         local = LocalRun(options, manifest, all_shards, watcher, url, folder, stopped, server, joins, shares)
         finished = local.train()
         report = {} if local.seconds else run_report.read(folder) or {}
-        if "syncs_in_words" not in report:  # else this call trained nothing, and an earlier one wrote it
+        if not report.get("finished") or "syncs_in_words" not in report:  # else an earlier call has written it
             report = local.report(with_comparison=finished and options.one_process and has_losses)
             run_report.write(folder, report)
     _farewell(report, finished, folder, options)

@@ -129,7 +129,7 @@ function write() {
   put("run", run.run);
   $("run").title = run.run;
   put("sizes", run.size);
-  put("traffic", `Payloads: ${size(run.counters.bytes_up)} from the islands, ${size(run.counters.bytes_down)} to them.`);
+  put("traffic", `Payloads: ${size(run.counters.bytes_up)} from the islands, ${size(run.islands.reduce((sum, each) => sum + each.bytes_down, 0))} to them.`);
   writeTiles(run);
   writeCounters(run);
   writeIslands(page.islands);
