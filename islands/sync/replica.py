@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
@@ -44,6 +44,9 @@ Measure = Callable[[Any, Tensors], tuple[Parts, Any]]
 #: The dtype of each tensor of a fragment, in the order of its rows.
 Dtypes = tuple[str, ...]
 
+#: The thin codec pads a fragment to at most this multiple of its size, so that one program quantises several fragments.
+PADDING_MAX = 4 / 3
+
 
 class Replica:
     """The references of all fragments. The parameters belong to the loop and are passed in.
@@ -68,6 +71,7 @@ class Replica:
         #: One vector [N] for each fragment, or tensors by name if they are split over devices.
         self.references: list[Any] = []
         self.codec = manifest.config.wire.up
+        self._codecs = [manifest.codecs(p) for p in range(len(self.sizes))]
         self._config, self._donates = manifest.config.adopt, donates
         self._templates = plain_templates(manifest.tensors) if templates is None else templates
         #: Where the loop uses each tensor; None for the default device.
@@ -105,13 +109,11 @@ class Replica:
         return found
 
     def warm_up(self, tensors: Mapping[str, Any]) -> None:
-        """Compile both directions of every fragment without changing anything.
-
-        The codec of thin links compiles when a link is thin, which most never are.
-        """
+        """Compile both directions of every fragment without changing anything."""
         for p, reference in enumerate(self.references):
             part = self._part(p, tensors)
-            jax.block_until_ready(self._measure(p, self.codec)(reference, part))  # type: ignore[no-untyped-call]
+            for codec in self._codecs[p]:
+                jax.block_until_ready(self._measure(p, codec)(reference, part))  # type: ignore[no-untyped-call]
             jax.block_until_ready(self._adopted(p, reference, device_copy(part) if self._donates else part))  # type: ignore[no-untyped-call]
 
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
@@ -128,8 +130,12 @@ class Replica:
         return parts
 
     def _measure(self, fragment: int, codec: str) -> Measure:
-        rows, devices = self.layout[fragment], self._device_layouts[fragment]
-        return split_measure(rows, codec, devices) if devices.is_split else _compiled_measure(rows, codec)
+        rows, size, devices = self.layout[fragment], self.sizes[fragment], self._device_layouts[fragment]
+        if devices.is_split:
+            return split_measure(rows, codec, devices)
+        # The thin codec is slow to compile and rarely used, so fragments of similar size share one program.
+        padding = 0 if codec == self.codec else _padded_size(size, max(self.sizes)) - size
+        return _compiled_measure(rows, codec, padding)
 
     def prepare(self, fragment: int, new_N: Vector) -> Any:
         """Bring a fragment's snapshot to the device, in the link's thread. `adopt` takes the result."""
@@ -169,38 +175,42 @@ class Replica:
 
 # The caches below let all islands of one process, as in virtual time, share one compilation.
 @cache
-def _compiled_measure(rows: Rows, codec: str) -> Measure:
-    """Return what measures a fragment whose tensors are whole.
+def _compiled_measure(rows: Rows, codec: str, padding: int) -> Measure:
+    """Return what measures a fragment whose tensors are whole, and which is quantised with that many zeros at its end.
 
     It runs three programs. In one program, XLA would find the scale of a block once for each of its elements, which
     takes four times as long on a CPU.
     """
-    subtract, move = jax.jit(partial(outer_gradient, rows)), _compiled_move(codec)
+    subtract = jax.jit(lambda reference_N, part: jnp.pad(outer_gradient(rows, reference_N, part), (0, padding)))
+    move = _compiled_move(codec, not padding)
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        difference_N = subtract(reference_N, part)
-        parts: Parts = _compiled_quantise(codec)(difference_N)
-        return parts, move(difference_N, reference_N, parts)
+        difference_M = subtract(reference_N, part)
+        parts: Parts = _compiled_quantise(codec)(difference_M)
+        if padding:
+            layout = codec_of(codec).layout(reference_N.size)
+            parts = tuple(each[:size] for each, (size, _) in zip(parts, layout, strict=True))
+        return parts, move(difference_M, reference_N, parts)
 
     return measure
 
 
 @cache
-def _compiled_move(codec: str) -> Callable[[jax.Array, jax.Array, Parts], jax.Array]:
+def _compiled_move(codec: str, has_its_size: bool) -> Callable[[jax.Array, jax.Array, Parts], jax.Array]:
     """Return the program to a fragment's next reference. Fragments of the same size share it.
 
-    The next reference takes the place of the outer gradient in memory. New memory of a CPU costs more time than the
-    arithmetic. What `float32` sends is the outer gradient itself, which therefore stays.
+    The next reference takes the place of the outer gradient in memory, if that has its size. New memory of a CPU costs
+    more time than the arithmetic. What `float32` sends is the outer gradient itself, which therefore stays.
     """
+    donated = (0,) if has_its_size and codec != "float32" else ()
     return jax.jit(
-        lambda _, reference_N, parts: moved(codec, reference_N, parts),
-        donate_argnums=() if codec == "float32" else (0,), keep_unused=True,
-    )  # fmt: skip
+        lambda _, reference_N, parts: moved(codec, reference_N, parts), donate_argnums=donated, keep_unused=True
+    )
 
 
 @cache
 def _compiled_quantise(codec: str) -> Callable[[jax.Array], Parts]:
-    return jax.jit(lambda values_N: codec_of(codec).quantise(values_N, jnp))
+    return jax.jit(lambda values_M: codec_of(codec).quantise(values_M, jnp))
 
 
 @cache
@@ -229,6 +239,12 @@ def moved(codec: str, reference_N: jax.Array, parts: Parts) -> jax.Array:
     """Return the reference [N] after the parts were sent."""
     restored_N: jax.Array = codec_of(codec).restore(parts, reference_N.size, jnp)
     return reference_N - restored_N
+
+
+def _padded_size(elements: int, largest: int) -> int:
+    """Return the size after padding to whole blocks: the largest fragment's, unless that wastes too much."""
+    own, shared = (-(-count // TOP_BLOCK) * TOP_BLOCK for count in (elements, largest))
+    return shared if shared <= PADDING_MAX * own else own
 
 
 def _adopt(

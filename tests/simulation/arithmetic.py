@@ -145,7 +145,7 @@ def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any, length: Any) -
     return InnerState(params, state.optimizer + shift), _LOSSES_n
 
 
-def _measure(rows: Any, codec_name: str) -> Any:
+def _measure(rows: Any, codec_name: str, padding: int) -> Any:
     replica: Any = archipelago.islands.sync.replica
 
     def measure(reference_N: Vector, part: Any) -> tuple[tuple[OnDevice, ...], Vector]:

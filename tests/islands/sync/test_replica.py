@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from archipelago.broker import manifest as manifest_module
 from archipelago.broker.codecs import CODECS, Vector, body_of, codec, empty_vector
 from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
@@ -155,23 +156,44 @@ def test_carry_sends_unsent_progress_with_the_next_contribution_and_overwrite_ha
     assert sent(replica, 0, params).tolist() == [0.0] * 4
 
 
-def test_warming_up_changes_nothing_and_compiles_the_codec_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_up_changes_nothing_and_compiles_the_thin_codec_only_for_large_fragments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a contribution on a thin link would wait for compilation. Small payloads never use this codec."""
     of = manifest("carry")
     of = replace(of, config=replace(of.config, wire=WireConfig(up="int8", thin="top3")))
-    warmed: set[tuple[int, str]] = set()
-    replica, params = begun(of, counting())
-    params = {name: value + 1.0 for name, value in params.items()}
-    program = replica._measure
+    for small, codecs in ((0, ["int8", "top3"]), (1 << 10, ["int8"])):
+        monkeypatch.setattr(manifest_module, "SMALL_BYTES", small)
+        warmed: set[tuple[int, str]] = set()
+        replica, params = begun(of, counting())
+        params = {name: value + 1.0 for name, value in params.items()}
 
-    def noted(fragment: int, codec: str) -> Any:
-        warmed.add((fragment, codec))
-        return program(fragment, codec)
+        def noted(
+            fragment: int, codec: str, program: Any = replica._measure, warmed: set[tuple[int, str]] = warmed
+        ) -> Any:
+            warmed.add((fragment, codec))
+            return program(fragment, codec)
 
-    monkeypatch.setattr(replica, "_measure", noted)
-    replica.warm_up(params)
-    assert warmed == {(fragment, "int8") for fragment in range(len(SIZES))}
-    assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
-    assert params["bias"].tolist() == [value + 1.0 for value in counting()[0]]
+        monkeypatch.setattr(replica, "_measure", noted)
+        replica.warm_up(params)
+        assert warmed == {(fragment, name) for fragment in range(len(SIZES)) for name in codecs}
+        assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
+        assert params["bias"].tolist() == [value + 1.0 for value in counting()[0]]
+
+
+@pytest.mark.parametrize("thin", ["int8", "top3"])
+@settings(max_examples=examples(100))
+@given(vectors=VECTORS)
+def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any, vectors: tuple[Vector, ...]) -> None:
+    of = manifest()
+    of = replace(of, config=replace(of.config, wire=WireConfig(up="float32", thin=thin)))
+    replica, params = begun(of, tuple(np.ones(size, np.float32) for size in SIZES))
+    params |= params_of(of, vectors)
+    for p, rows in enumerate(of.layout):
+        part = {tensor.name: params[tensor.name] for tensor, _ in rows}
+        parts, reference_N = replica_module._compiled_measure(rows, thin, 0)(replica.references[p], part)
+        assert body_of(replica.measure(p, params, thin)) == body_of(parts)
+        assert np.asarray(replica.references[p]).tobytes() == np.asarray(reference_N).tobytes()
 
 
 # -- several processes and threads -----------------------------------------------------------------------------------
