@@ -31,6 +31,36 @@ LOOK_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
+class Following:
+    """The markers of shard 0, as the merger of another shard reads them.
+
+    A marker that was missed stays missed: the shard may have merged since then what its part must not hold.
+    """
+
+    def __init__(self, primary: ReaderClient) -> None:
+        self._primary = primary
+        self._after = ""  # the last announcement that was read; empty while that is unknown
+        self._retry_at = float("-inf")
+
+    def start(self) -> None:
+        """Skip all earlier markers, because the merger has loaded its shard and does not know what it holds."""
+        self._after, self._retry_at = "", float("-inf")
+
+    def newest(self, now: float) -> int | None:
+        """Return the number of the newest checkpoint that was announced since the last call; None if there is none."""
+        if now < self._retry_at:
+            return None
+        try:
+            if not self._after:
+                self._after = self._primary.last_event()
+            self._after, marker = _newest_marker(self._primary, self._after)
+            return marker.number if marker else None
+        except BrokerError as error:
+            log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
+            self._after, self._retry_at = "", now + RETRY_SECONDS
+            return None
+
+
 def _newest_marker(reader: ReaderClient, after: str, marker: Marker | None = None) -> tuple[str, Marker | None]:
     """Return the last announcement after that one, and the newest marker among them, or else that one."""
     while found := reader.events(after, 0.0, EVENTS_AT_ONCE):
@@ -42,7 +72,7 @@ def _newest_marker(reader: ReaderClient, after: str, marker: Marker | None = Non
 
 
 class Parts:
-    """The parts of the run's newest checkpoint, as the merger of a shard sees them, and when that takes another one.
+    """The parts of the run's newest checkpoint, as the merger of any shard sees them.
 
     It knows them from what each shard has announced. So a merger that takes a shard over knows what the one before had
     done. A shard has ended only with all others: shard 0 may take one more checkpoint, which needs a part of it.
@@ -50,26 +80,16 @@ class Parts:
     Args:
         readers: One for each shard.
         missing: Returns the shards without a part of the checkpoint of that number.
-
-    Attributes:
-        follows: Whether this is a further shard, which takes the checkpoints that shard 0 announces.
     """
 
-    def __init__(self, readers: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]], shard: int) -> None:
-        self._readers, self._missing, self.follows = readers, missing, shard > 0
+    def __init__(self, readers: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]) -> None:
+        self._readers, self._missing = readers, missing
         self._whole = 0  # the last checkpoint that was complete
-        self._announced = 0  # the newest one that shard 0 has announced
-        self._number = 0  # the last one that this merger has begun
-        self._has_warned = False
-        self._look_at = float("-inf")
         self.start()
 
     def start(self) -> None:
         """Forget what was announced, because the merger has loaded its shard, maybe from another Redis."""
         self._read: list[tuple[str, Marker | None]] = [(START, None)] * len(self._readers)
-        self._began_at: float | None = None  # while parts of the last checkpoint may be missing
-        self._followed: int | None = None  # the last checkpoint that shard 0 had announced; None while that is unknown
-        self._retry_at = float("-inf")
 
     def lacks(self) -> bool:
         """Return whether the newest checkpoint lacks a part, or rounds of a shard.
@@ -96,36 +116,28 @@ class Parts:
         except BrokerError:
             return True
 
-    def followed(self, now: float) -> int | None:
-        """Return the number of the newest checkpoint that shard 0 has announced since the last call, if there is one.
 
-        A marker that was missed stays missed: the shard may have merged since then what its part must not hold. So
-        those before the first call after a load or an error are skipped.
-        """
-        if now < self._retry_at:
-            return None
-        before, self._followed = self._followed, None
-        try:
-            self._read[0] = _newest_marker(self._readers[0], *self._read[0])
-        except BrokerError as error:
-            log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
-            self._retry_at = now + RETRY_SECONDS
-            return None
-        marker = self._read[0][1]
-        self._followed = marker.number if marker else 0
-        return None if before in (None, self._followed) else self._followed
+class Leading:
+    """When the merger of shard 0 begins a checkpoint, and how long it waits for the parts of the last one.
 
-    # -- when the merger of shard 0 begins a checkpoint ---------------------------------------------------------------
+    Attributes:
+        announced: The newest checkpoint that was announced. Its number is not used again: it may have failed here, and
+            other shards have parts of it.
+    """
 
-    def announced(self) -> int:
-        """Return the newest checkpoint that shard 0 has announced. Raises ArchipelagoError.
+    def __init__(self, primary: ReaderClient, parts: Parts) -> None:
+        self.announced = 0
+        self._primary, self._parts = primary, parts
+        self._number = 0  # the last checkpoint that this merger has begun
+        self._has_warned = False
+        self._began_at: float | None = None  # while parts of it may be missing
+        self._look_at = float("-inf")
 
-        Its number is not used again: it may have failed here, and other shards have parts of it.
-        """
-        self._read[0] = _newest_marker(self._readers[0], *self._read[0])
-        marker = self._read[0][1]
-        self._announced = max(self._announced, marker.number if marker else 0)
-        return self._announced
+    def start(self) -> None:
+        """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
+        self._began_at = None
+        newest = _newest_marker(self._primary, START)[1]
+        self.announced = max(self.announced, newest.number if newest else 0)
 
     def is_waiting(self, now: float, every_seconds: float) -> bool:
         """Return whether parts of the last checkpoint are still being written, so that no other one should begin.
@@ -138,7 +150,7 @@ class Parts:
             return False
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
-            if self._missing_now() == []:
+            if self._missing() == []:
                 self._began_at = None
         return self._began_at is not None
 
@@ -148,7 +160,7 @@ class Parts:
 
     def begin(self, number: int, now: float) -> None:
         """Note that a checkpoint begins. Call this before it is announced."""
-        missing = self._missing_now() if self._number else []
+        missing = self._missing() if self._number else []
         if missing and not self._has_warned:
             log.warning(
                 "checkpoint %s lacks the parts of shards %s, and cannot be restored. Does a merger serve each of "
@@ -159,12 +171,12 @@ class Parts:
             )
         self._has_warned = self._has_warned if missing is None else bool(missing)
         self._began_at, self._look_at = now, float("-inf")
-        self._number = self._announced = number
+        self._number = self.announced = number
 
-    def _missing_now(self) -> list[int] | None:
+    def _missing(self) -> list[int] | None:
         """Return the shards without a part of the last checkpoint, or None if that cannot be seen now."""
         try:
-            return list(self.missing(self._number))
+            return list(self._parts.missing(self._number))
         except ArchipelagoError as error:
             log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
             return None

@@ -25,7 +25,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, is_digest
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Parts
+from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Following, Leading, Parts
 from archipelago.merger.committing import full_state
 from archipelago.merger.executor import Spawn
 from archipelago.merger.record import Recorder
@@ -62,6 +62,8 @@ class Checkpointer:
 
     Attributes:
         parts: In a run with several shards, what is known of all of them.
+        leading: In shard 0 of such a run, when it begins a checkpoint.
+        following: In any other shard, the announcements of shard 0, which decides when a checkpoint is taken.
         cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`, and announces that. `asked` is
             the operator's request that the checkpoint answers. The merger sets it.
         manifest: The run or the shard, once it is loaded.
@@ -79,11 +81,13 @@ class Checkpointer:
         spawn: Spawn,
         copier: Copier | None = None,
         parts: Parts | None = None,
+        leading: Leading | None = None,
+        following: Following | None = None,
         *,
         copies: bool = False,
     ) -> None:
         self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
-        self.parts = parts
+        self.parts, self.leading, self.following = parts, leading, following
         self.every_seconds = every_seconds
         self._spawn = spawn
         self._job: Future[CheckpointCut] | None = None
@@ -105,8 +109,9 @@ class Checkpointer:
             self.copier.start(newest)
         elif self.copier is not None:
             self.copier.say_again()
-        if self.parts is not None:
-            self.parts.start()
+        for each in (self.parts, self.following, self.leading):
+            if each is not None:
+                each.start()
         if self.recorder is None:
             return
         if closed == 0:
@@ -127,7 +132,7 @@ class Checkpointer:
             is_last: The run is finished.
             is_crowded: Much in Redis waits for a checkpoint.
         """
-        if self._follows:
+        if self.following is not None:
             return
         is_asked = asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
         is_end = is_last and not (self.parts and self.parts.has_backlog())
@@ -154,17 +159,7 @@ class Checkpointer:
             self._due_at = now + self.every_seconds
         if self._job is not None or now < (self._urgent_at if urgent else self._due_at):
             return False
-        return self._leading is None or not self._leading.is_waiting(now, self.every_seconds)
-
-    @property
-    def _follows(self) -> bool:
-        """Whether this is a further shard of the run, for which shard 0 decides."""
-        return self.parts is not None and self.parts.follows
-
-    @property
-    def _leading(self) -> Parts | None:
-        """The parts of a run with several shards, if this is shard 0, which decides when they are written."""
-        return None if self._follows else self.parts
+        return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)
 
     def has_all(self, state: RunState, now: float) -> bool:
         """Return whether a checkpoint holds all rounds of all shards, and none of them has anything left to merge.
@@ -195,11 +190,11 @@ class Checkpointer:
         """Cut the run, tell the islands, and start writing the checkpoint."""
         try:
             number = self.store.next_number()
-            announced = self._leading.announced() if self._leading else 0
         except ArchipelagoError as error:
             self._failed(error, now)
             return
         copied = self.copier.newest if self.copier else -1
+        announced = self.leading.announced if self.leading else 0
         # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
         # checkpoint for another round.
         self._begin(max(number, copied + 1, announced + 1, state.closed), now)
@@ -210,7 +205,7 @@ class Checkpointer:
         Call this after contributions were read, and before any of them is accepted. An island that has taken its part
         of the checkpoint has heard of the announcement. So if any of these was sent after that, we hear of it now, too.
         """
-        number = self.parts.followed(now) if self.parts and self.parts.follows else None
+        number = self.following.newest(now) if self.following else None
         if number is not None and self._job is not None:
             log.debug("shard without a part of checkpoint %s: the last one is still being written", number)
         elif number is not None:
@@ -218,8 +213,8 @@ class Checkpointer:
             self._begin(number, now)
 
     def _begin(self, number: int, now: float) -> None:
-        if self._leading is not None:
-            self._leading.begin(number, now)
+        if self.leading is not None:
+            self.leading.begin(number, now)
         cut = self.cut(number, self._asked)
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut))
@@ -241,8 +236,8 @@ class Checkpointer:
         state.covered = max(state.covered, closed)
         if self._asked:
             state.control[CHECKPOINT], self._asked = self._asked, ""
-            if not self._follows:
-                what = "shard 0" if self._leading else "the run"
+            if self.following is None:
+                what = "shard 0" if self.leading else "the run"
                 self._news.append(("checkpoint", f"checkpoint {found.number} holds {what} up to round {closed}"))
         if self._trouble:
             self._trouble = ""
@@ -260,7 +255,7 @@ class Checkpointer:
         """
         if not self.lacks(state):
             return
-        if not self._follows:
+        if self.following is None:
             self.take(state, clock())
             return
         for _ in range(MARKER_TRIES):
@@ -283,8 +278,8 @@ class Checkpointer:
                 self.copier.close()
 
     def _failed(self, error: Exception, now: float) -> None:
-        if self._leading is not None:
-            self._leading.gave_up()
+        if self.leading is not None:
+            self.leading.gave_up()
         self._due_at = self._urgent_at = now + RETRY_SECONDS
         trouble = re.sub(r"\d+", "", str(error))  # each try has another number
         again = trouble == self._trouble

@@ -89,23 +89,29 @@ class MergerFolder:
     ) -> Checkpointer:
         """Return a checkpointer that writes here; it also writes the record if the run has one."""
         # This loads JAX, which readers of this folder do not need.
-        from archipelago.merger.checkpoint_cut import Parts
+        from archipelago.merger.checkpoint_cut import Following, Leading, Parts
         from archipelago.merger.checkpointer import Checkpointer
 
         recorder = self.recorder if manifest.config.record else None
         copier = self._copier(manifest) if self._bundles else None
-        parts = None
+        parts = leading = following = None
         if manifest.shards > 1:
             # Other servers, and the bucket, may hang.
             aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
             listed, own = Bounded(aside), manifest.shard or 0
-            every = [of_shard(transport, manifest, k).reader for k in range(manifest.shards)]
-            every = [
-                each if k == own else cast(ReaderClient, BoundedReader(each, aside)) for k, each in enumerate(every)
-            ]
-            parts = Parts(every, lambda number: listed(lambda: self._missing(number), number), own)
+
+            def reader(k: int) -> ReaderClient:
+                found = of_shard(transport, manifest, k).reader
+                return found if k == own else cast(ReaderClient, BoundedReader(found, aside))
+
+            every = [reader(k) for k in range(manifest.shards)]
+            parts = Parts(every, lambda number: listed(lambda: self._missing(number), number))
+            # A reader of its own, because one that reads from two positions in turn takes replayed events for new ones.
+            leading, following = (None, Following(reader(0))) if own else (Leading(every[0], parts), None)
         copies, spawn = spawn is None, spawn or in_background("checkpoint", 1)
-        return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, parts, copies=copies)
+        return Checkpointer(
+            transport, self.store, recorder, every_seconds, spawn, copier, parts, leading, following, copies=copies
+        )
 
     def _in_bucket(self) -> set[int]:
         """Return the checkpoints that the bucket has, or nothing without one. Raises BucketError."""

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.commits import Image
+from archipelago.broker.commits import START, Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Event, Marker
@@ -24,6 +24,8 @@ from archipelago.merger.checkpoint_cut import (
     LOOK_SECONDS,
     PATIENCE,
     RETRY_SECONDS,
+    Following,
+    Leading,
     Parts,
 )
 from archipelago.merger.executor import at_once
@@ -47,6 +49,9 @@ class Shard:
             raise UnreachableError("away")
         return value
 
+    def last_event(self) -> str:
+        return str(self._answer(f"{len(self.announced)}-0" if self.announced else START))
+
     def events(self, after: str, block_seconds: float, count: int) -> list[tuple[str, Event]]:
         assert block_seconds == 0.0
         start = int(after.partition("-")[0])
@@ -60,10 +65,11 @@ class Shard:
         return int(self._answer(self.waiting))
 
 
-def following(home: Shard) -> Parts:
+def following(home: Shard) -> Following:
     """Return what follows the markers of shard 0 after a merger has loaded."""
-    follower = parts_of([home, Shard()], shard=1)
-    assert follower.followed(0.0) is None
+    follower = Following(cast(ReaderClient, home))
+    follower.start()
+    assert follower.newest(0.0) is None
     return follower
 
 
@@ -71,14 +77,14 @@ def test_markers_are_followed_once_from_the_load_of_the_merger_on() -> None:
     home = Shard()
     follower = following(home)
     home.announced += [Call(1, 0), Marker(3, 0), Call(2, 0)]
-    assert [follower.followed(0.0) for _ in range(2)] == [3, None]
+    assert [follower.newest(0.0) for _ in range(2)] == [3, None]
     home.announced += [Marker(4, 0), *[Call(3, 0)] * EVENTS_AT_ONCE, Marker(5, 0)]
-    assert follower.followed(0.0) == 5
+    assert follower.newest(0.0) == 5
     home.announced.append(Marker(6, 0))
     follower.start()
-    assert follower.followed(0.0) is None, "it was announced before the merger has loaded"
+    assert follower.newest(0.0) is None, "it was announced before the merger has loaded"
     home.announced.append(Marker(7, 0))
-    assert follower.followed(0.0) == 7
+    assert follower.newest(0.0) == 7
 
 
 def test_markers_are_missed_while_shard_0_is_away_and_it_is_asked_rarely() -> None:
@@ -86,20 +92,24 @@ def test_markers_are_missed_while_shard_0_is_away_and_it_is_asked_rarely() -> No
     follower = following(home)
     home.is_away = True
     home.announced.append(Marker(3, 0))
-    assert follower.followed(1.0) is None
+    assert follower.newest(1.0) is None
     calls, home.is_away = home.calls, False
-    assert follower.followed(1.0 + RETRY_SECONDS / 2) is None
+    assert follower.newest(1.0 + RETRY_SECONDS / 2) is None
     assert home.calls == calls
-    assert follower.followed(1.0 + RETRY_SECONDS) is None, "what was merged meanwhile may be later than the marker"
+    assert follower.newest(1.0 + RETRY_SECONDS) is None, "what was merged meanwhile may be later than the marker"
     home.announced.append(Marker(4, 0))
-    assert follower.followed(1.0 + RETRY_SECONDS) == 4
+    assert follower.newest(1.0 + RETRY_SECONDS) == 4
 
 
-def parts_of(shards: Sequence[Shard], written: Container[int] = (), shard: int = 0) -> Parts:
+def parts_of(shards: Sequence[Shard], written: Container[int] = ()) -> Parts:
     def missing(number: int) -> list[int]:
         return [] if number in written else [1]
 
-    return Parts([cast(ReaderClient, each) for each in shards], missing, shard)
+    return Parts([cast(ReaderClient, shard) for shard in shards], missing)
+
+
+def leading(parts: Parts, home: Shard | None = None) -> Leading:
+    return Leading(cast(ReaderClient, home or Shard()), parts)
 
 
 def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
@@ -138,7 +148,7 @@ def test_a_checkpoint_that_was_complete_is_not_looked_for_again() -> None:
 
 def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
     written = set[int]()
-    leader = parts_of([Shard()], written)
+    leader = leading(parts_of([Shard()], written))
     assert not leader.is_waiting(0.0, 30.0)
     leader.begin(1, 0.0)
     assert leader.is_waiting(30.0, 30.0)
@@ -160,14 +170,16 @@ def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
 
 def test_a_number_that_was_announced_is_not_used_again() -> None:
     home = Shard()
-    leader = parts_of([home])
-    assert leader.announced() == 0
+    leader = leading(parts_of([home]), home)
+    leader.start()
+    assert leader.announced == 0
     home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
-    assert leader.announced() == 9
+    leader.start()
+    assert leader.announced == 9
     leader.begin(12, 0.0)
     home.announced.clear()  # a Redis that died may have lost them
     leader.start()
-    assert leader.announced() == 12
+    assert leader.announced == 12
 
 
 def test_the_end_waits_for_what_other_shards_have_to_merge() -> None:

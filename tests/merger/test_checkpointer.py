@@ -65,7 +65,7 @@ def test_at_the_end_no_other_checkpoint_is_taken_while_an_answer_is_on_its_way()
     run.play(merger, 1)
     checkpointer = merger.checkpointer
     assert checkpointer is not None
-    parts = Parts([run.transport.reader], lambda number: [], 0)
+    parts = Parts([run.transport.reader], lambda number: [])
     parts.lacks = Mock(side_effect=UnreachableError("it has not answered yet"))  # type: ignore[method-assign]
     parts.has_backlog = Mock(return_value=False)  # type: ignore[method-assign]
     checkpointer.parts = parts
@@ -79,7 +79,7 @@ def test_a_shard_has_ended_only_with_the_others_at_which_it_looks_rarely() -> No
     merger = serving(run, store)
     checkpointer = merger.checkpointer
     assert checkpointer is not None
-    parts = Parts([run.transport.reader], lambda number: [], 0)
+    parts = Parts([run.transport.reader], lambda number: [])
     parts.lacks = Mock(side_effect=[True, False])  # type: ignore[method-assign]
     parts.has_backlog = Mock(side_effect=[True, False, False])  # type: ignore[method-assign]
     checkpointer.parts = parts
