@@ -149,9 +149,8 @@ class Commit:
         trim: Merged entries that are no longer needed, of this commit or an earlier one.
         cursors: The new resume position (pass, sequences read) of each range of text that advanced.
         difference: The payload that leads islands from the previous version to this one.
-        after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
-            its last round or its instance (`ReaderClient.instance`) differs from that of the lease, and it refuses the
-            commit. None skips the check.
+        after_round: The last closed round that the merger knows. The broker refuses the commit if it holds another one,
+            as after a restart without its newest writes. None skips this check.
         uncovered: How many of the newest rounds some compaction does not cover yet. The tape keeps these.
         counts: The run's counters after the round (`RunState.counts`).
     """

@@ -287,12 +287,12 @@ class KnownMembers:
 
     Shard 0 has the records. While it is away or hangs, the other shards go on with those that were known last.
 
-    `stored` reads them from Redis, beside the calls once they are known.
+    `stored` reads them from Redis. Once members are known, it runs on another thread, and a call waits a second for it.
     """
 
     def __init__(self, run: str, stored: Callable[[], Members], clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._stored, self._clock = run, stored, clock
-        self._lock = threading.Lock()  # once members are known, it is held for a moment only
+        self._lock = threading.Lock()  # held for a second at most once members are known
         self._bounded = Bounded()
         self._members = Members()
         self._keys: dict[str, bytes] = {}
@@ -307,7 +307,7 @@ class KnownMembers:
                 return self._members
             self._asked_at = now
             with suppress(UnreachableError) if is_known else nullcontext():
-                self._members = self._bounded(self._stored) if is_known else self._stored()
+                self._members = self._bounded(self._stored, "members") if is_known else self._stored()
                 self._read_at = now
                 self._keys = {name: raw_key(m.key) for name, m in self._members.by_name.items() if m.key}
             return self._members

@@ -266,7 +266,7 @@ def merge_round(
     Args:
         staleness: The running mean of staleness factors before the round.
         addends: What is merged.
-        series: The contributions whose sum each of these is (`series_of`).
+        series: For each of `addends`, the contributions that it sums (`series_of`).
         now: The progress of the run; participation is filled in here.
         path: Returns the length of the path that a norm is compared by, from the number of steps that weigh.
         changes_spectra: Whether `isotropic` differs from `rda` in this round.

@@ -9,9 +9,9 @@ primary has, in their order) is still written by one merger at a time:
 - Replication keeps the order of writes. A replica that has a commit has the epoch in which it was made.
 - A primary that is cut off may take writes of its merger until it learns of its successor. These writes belong to a
   history that ends: the old primary drops them when it follows the new one.
-- A merger whose own writes were forgotten notices it with its next renewal, commit or compaction: the round that it
-  names must be the last one, and the server's instance is another one (`RedisConnection.instance`) than the one at
-  which the merger took the lease. It then loads the run again. The round alone does not suffice: the contributions that
+- A merger whose own writes were forgotten notices it with its next write: the server's instance is another one
+  (`RedisConnection.instance`) than the one at which the merger took the lease, or the round that a commit or compaction
+  names is not the last one. It then loads the run again. The round alone does not suffice: the contributions that
   a commit merges, the chunks that it points to, or the compaction that lets it delete entries may be forgotten, too.
 """
 

@@ -6,7 +6,8 @@ A rule works on each element by itself. It sees three float32 arrays, of a fragm
 snapshot's parameters, the island's own parameters, and the reference from which the next contribution is measured (the
 last snapshot, or the point of the last sending). They are arrays of JAX or tensors of PyTorch.
 
-To add a rule, write the function, register it in `RULES` and name it in `AdoptConfig`.
+To add a rule, write the function, register it in `RULES` (and in `KEEPS_PROGRESS`, if unsent
+progress stays) and name it in `AdoptConfig`.
 """
 
 from __future__ import annotations

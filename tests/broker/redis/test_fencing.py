@@ -20,7 +20,7 @@ from archipelago.broker.errors import (
     UnreachableError,
     WithdrawnError,
 )
-from archipelago.broker.messages import Call, Resume
+from archipelago.broker.messages import Call, Marker, Resume
 from archipelago.broker.ranges import RANGES_MAX
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
@@ -108,6 +108,8 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
         lambda: transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1)),
         lambda: transport.merger.compact(epoch, placed, after_round=1),
         lambda: transport.merger.trim(epoch, [], after_round=1),
+        lambda: transport.merger.trim(epoch, []),
+        lambda: transport.merger.announce(epoch, Marker(1, 1)),
         lambda: samples.refuse(transport, epoch, [("a/1-0", REFUSAL)]),
         lambda: transport.merger.renew(epoch, "m", 60.0),
     ]
