@@ -35,6 +35,9 @@ from archipelago.merger.state import FragmentState, RunState
 TAPE_IN_IMAGE = 256
 #: Seconds until a failed checkpoint is tried again.
 RETRY_SECONDS = 10.0
+#: How long shard 0 begins no checkpoint by the clock after it has loaded. Mergers of other shards may load, too, and
+#: would miss it.
+OTHERS_SECONDS = 10.0
 #: How often, and at which distance, a shard that ends looks for the last checkpoint of shard 0.
 MARKER_TRIES, MARKER_SECONDS = 40, 0.05
 
@@ -93,6 +96,7 @@ class Checkpointer:
         self._job: Future[CheckpointCut] | None = None
         self._asked = ""  # the operator's request that the checkpoint in progress answers
         self._due_at: float | None = None
+        self._has_loaded = False  # since the last look at what is due
         self._urgent_at = self._look_at = float("-inf")  # when an urgent checkpoint may be taken; see `has_all`
         self._copies = copies
         #: The last failure without its digits. A repeat of the same failure is logged at debug level.
@@ -112,6 +116,7 @@ class Checkpointer:
         for each in (self.parts, self.following, self.leading):
             if each is not None:
                 each.start()
+        self._has_loaded = True
         if self.recorder is None:
             return
         if closed == 0:
@@ -157,6 +162,9 @@ class Checkpointer:
         """Return whether a checkpoint may be taken now, by the clock."""
         if self._due_at is None:
             self._due_at = now + self.every_seconds
+        if self._has_loaded and self.leading is not None:
+            self._due_at = max(self._due_at, now + OTHERS_SECONDS)
+        self._has_loaded = False
         if self._job is not None or now < (self._urgent_at if urgent else self._due_at):
             return False
         return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)

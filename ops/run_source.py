@@ -129,7 +129,10 @@ def _in_folder(stack: ExitStack, path: Path, run: str | None) -> FoundRun:
         address = address_of(path) or stack.enter_context(start_server(path / "redis")).url
     except OSError as error:
         raise BrokerError(f"cannot read {path}: {error.strerror}", "Run this as the user that started `up`.") from None
-    return FoundRun(_connected(stack, address, path.resolve().name), path, ITS_REDIS, shown(address))
+    transport = _connected(stack, address, path.resolve().name)
+    if path.resolve().name not in transport.reader.runs() and _has_checkpoint(path / "merger"):
+        return _restored(MergerFolder(path / "merger"), run, str(path), path)  # its Redis has it no more
+    return FoundRun(transport, path, ITS_REDIS, shown(address))
 
 
 def _connected(stack: ExitStack, url: str | None, run: str | None) -> ReaderTransport:

@@ -16,7 +16,7 @@ from archipelago.broker.messages import UNCOPIED, Marker
 from archipelago.broker.transport import Transport
 from archipelago.merger import record
 from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Parts
-from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
+from archipelago.merger.checkpointer import OTHERS_SECONDS, RETRY_SECONDS, Checkpointer
 from archipelago.merger.committing import ENTRY_BYTES
 from archipelago.merger.executor import at_once
 from archipelago.merger.record import Recorder
@@ -57,6 +57,18 @@ def test_what_was_damaged_while_it_waited_is_in_no_checkpoint() -> None:
         take_checkpoint(merger)
         assert len(store.images[max(store.images)].pending) == expected
         run.stored.updates = {n: replace(e, payload=b"damaged") for n, e in run.stored.updates.items()}
+
+
+def test_a_checkpoint_of_several_shards_waits_for_mergers_that_may_still_load() -> None:
+    """After an outage that a due time has passed in, the others would skip what is announced before they have loaded."""
+    run = MergerRun()
+    checkpointer = run.checkpointer(Shelf(), None, every=30.0)
+    checkpointer.leading = Mock(**{"is_waiting.return_value": False})
+    checkpointer.load(run.manifest, 1)
+    assert [checkpointer.is_due(now) for now in (0.0, 29.0, 30.0)] == [False, False, True]
+    checkpointer.load(run.manifest, 1)
+    assert [checkpointer.is_due(now) for now in (40.0, 39.0 + OTHERS_SECONDS)] == [False, False]
+    assert checkpointer.is_due(40.0 + OTHERS_SECONDS)
 
 
 def test_at_the_end_no_other_checkpoint_is_taken_while_an_answer_is_on_its_way() -> None:

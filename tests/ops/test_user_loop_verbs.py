@@ -160,6 +160,13 @@ def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served)
         np.testing.assert_array_equal(np.asarray(named[name]), np.asarray(value))
 
 
+def test_a_folder_whose_own_redis_has_lost_the_run_is_read_from_its_checkpoint(served: Served) -> None:
+    """As after `up`, which starts an empty one and names `--resume`."""
+    Path("runs/own/redis").mkdir()
+    with open_run("runs/own", None) as found:
+        assert found.transport.reader.tape(1)[-1].round == served.run.merger.state.closed > 0
+
+
 def test_a_checkpoint_is_not_steered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with failing(ConfigError, "config.which-run"):
         steer(SteerOptions("own", changes=("merging=paused",)))
