@@ -60,7 +60,7 @@ def test_what_was_damaged_while_it_waited_is_in_no_checkpoint() -> None:
 
 
 def test_a_checkpoint_of_several_shards_waits_for_mergers_that_may_still_load() -> None:
-    """After an outage that a due time has passed in, the others would skip what is announced before they have loaded."""
+    """After an outage in which one fell due, the others would skip what is announced before they have loaded."""
     run = MergerRun()
     checkpointer = run.checkpointer(Shelf(), None, every=30.0)
     checkpointer.leading = Mock(**{"is_waiting.return_value": False})
