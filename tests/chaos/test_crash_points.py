@@ -272,14 +272,13 @@ def chunks(client: Any, run: str) -> tuple[set[str], set[str]]:
 
 
 def pointed_to(client: Any, run: str) -> set[str]:
-    """Return the chunks to which an entry, a merged one, a fragment or an outer state refers."""
+    """Return the chunks to which an entry, a merged one, a fragment, an outer state or a difference refers."""
     keys = Keys(run)
     rows = [(keys.chunk_prefix(name), fields) for name in ISLANDS for _, fields in client.xrange(keys.updates(name))]
     for entry in map(bytes.decode, client.smembers(keys.kept_entries)):
         rows.append((keys.kept_prefix(sender_of(entry)), client.hgetall(keys.kept(entry))))
-    full = [int(client.hget(keys.fragment(p), "version")) for p in range(2)]
     mergers = [key for p in range(2) for key in (keys.fragment(p), keys.outer(p))]
-    mergers += [keys.difference(p, version) for p in range(2) for version in range(full[p] + 1, ROUNDS)]
+    mergers += [keys.difference(p, version) for p in range(2) for version in range(1, ROUNDS + 1)]
     rows += [(keys.chunk_prefix(), client.hgetall(key)) for key in mergers]
     return {
         f"{prefix}{row[b'chunks_name'].decode()}:{index}"
