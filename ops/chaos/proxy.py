@@ -150,8 +150,8 @@ class Proxy(LoopServer):
 
     @property
     def connections(self) -> int:
-        """The number of connections, including stalled ones."""
-        return len(self._writers)
+        """The number of connections to the target, including stalled ones."""
+        return sum(len(both) == 2 for both in list(self._writers.values()))
 
     # -- on the loop ------------------------------------------------------------------------------------------------
 
