@@ -33,7 +33,7 @@ from archipelago.islands.team.jax_team import JaxTeam
 
 #: The peak of the learning rate of a task without an optimiser, if the settings do not give one.
 LEARNING_RATE = 1e-3
-#: Our worker leaves after so many losses in a row that are not finite, and not after one, which some optimisers skip.
+#: Our worker leaves after this many losses in a row that are not finite. After one, some optimisers skip a step.
 DIVERGED_MAX = 3
 
 log = logging.getLogger(__name__)

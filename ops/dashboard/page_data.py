@@ -132,7 +132,7 @@ def _five_digits(value: float) -> float:
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
 
-#: When somebody opens another run, the page stops reading the runs that nobody has looked at for this long.
+#: A run that nobody has looked at for this long is not read any more once somebody opens another one.
 IDLE_SECONDS = 120.0
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
