@@ -294,6 +294,8 @@ def serve_merger(
     if cores:
         os.sched_setaffinity(0, set(cores))
     os.environ |= {"JAX_PLATFORMS": "cpu", **thread_environment(processes)}  # before JAX looks at its devices
+    if threads:
+        os.environ["NPROC"] = str(threads)  # as `archipelago merger --threads` does: XLA changes spectra, too
     keep_freed_memory()
 
     from archipelago.merger.accelerator import Accelerator
