@@ -25,7 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from archipelago.merger.spectra import Matrix, Power, by_xla, with_power
+from archipelago.merger.spectra import Matrix, Power, by_fastest, with_power
 
 log = logging.getLogger(__name__)
 #: An answer that takes longer, also to compile a program, never comes.
@@ -50,7 +50,7 @@ class Accelerator:
         otherwise: Returns what changes large matrices without the process.
     """
 
-    def __init__(self, platform: str = "cuda", otherwise: Callable[[], Power | None] = by_xla) -> None:
+    def __init__(self, platform: str = "cuda", otherwise: Callable[[], Power | None] = by_fastest) -> None:
         self._platform, self._otherwise = platform, otherwise
         self._lock = threading.Lock()  # of what follows
         self._process: BaseProcess | None = None  # while it is used
@@ -67,7 +67,7 @@ class Accelerator:
         return self._power if self._process else self._otherwise()
 
     def _start(self) -> None:
-        from archipelago.merger.xla_spectra import has_same_bits
+        from archipelago.merger.spectra_trial import has_same_bits
 
         try:
             context = get_context("spawn")

@@ -103,18 +103,19 @@ def main(options: MergerOptions) -> int:
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
     if options.threads:
-        os.environ["NPROC"] = str(options.threads)  # XLA's threads on a CPU have no other limit
+        # Numpy's and PyTorch's products share the second number (`merger.spectra`), and XLA's have the first.
+        os.environ |= dict.fromkeys(("NPROC", "OMP_NUM_THREADS"), str(options.threads))
 
     from archipelago.merger.accelerator import Accelerator
     from archipelago.merger.executor import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import has_ended_here, merger_name
     from archipelago.merger.shards import serve_shards
-    from archipelago.merger.spectra import by_xla
+    from archipelago.merger.spectra import by_fastest
 
     shards = [manifest.of_shard(shard) for shard in range(manifest.shards)]
     every, name, unit = options.checkpoint_every, merger_name(), loss_unit(manifest.corpus)
-    compiled = Accelerator() if options.spectra == "gpu" else by_xla
+    faster = Accelerator() if options.spectra == "gpu" else by_fastest
     mergers = []
     for shard, own_manifest in enumerate(shards):
         own = of_shard(transport, manifest, shard)
@@ -127,8 +128,7 @@ def main(options: MergerOptions) -> int:
                 checkpointer=checkpointer,
                 lease_seconds=options.lease_seconds,
                 on_round=lambda entry: curves.put(entry.round, values(entry, unit)),
-                threads=options.threads,
-                compiled=compiled,
+                faster=faster,
                 restart_seconds=options.restart_seconds,
                 is_gone=has_ended_here,
                 executor=in_background,

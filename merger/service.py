@@ -32,7 +32,7 @@ from archipelago.merger.executor import NewExecutor, at_once, awaited, beside
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Liveness, Rounds
-from archipelago.merger.spectra import Power, Spectra, by_xla
+from archipelago.merger.spectra import Power, Spectra, by_fastest
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import OperatorControls
 
@@ -72,8 +72,7 @@ class Merger:
         lease_seconds: How long the lease lasts unless it is renewed.
         wall: Seconds of the wall clock, for the tape and for notes.
         on_round: Called with the tape entry after each commit.
-        threads: The threads that change spectra; 0 for the default (`merger.spectra`).
-        compiled: Returns what changes the spectra of large matrices (`Spectra`).
+        faster: Returns what changes the spectra of large matrices (`Spectra`).
         restart_seconds: How long a restart may take to merge rounds again (`merger.committing`).
         is_gone: Returns whether another merger has ended, given its name, so that its lease need not expire first.
         executor: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
@@ -92,8 +91,7 @@ class Merger:
         lease_seconds: float = LEASE_SECONDS,
         wall: Clock = time.time,
         on_round: OnRound = lambda entry: None,
-        threads: int = 0,
-        compiled: Callable[[], Power | None] = by_xla,
+        faster: Callable[[], Power | None] = by_fastest,
         restart_seconds: float = RESTART_SECONDS,
         is_gone: Callable[[str], bool] = never_gone,
         executor: NewExecutor = lambda kind, threads: at_once,
@@ -113,7 +111,7 @@ class Merger:
         self.fragments: dict[int, FragmentState] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.live: frozenset[str] = frozenset()
-        self.spectra = Spectra(self._renew, clock, threads, compiled)
+        self.spectra = Spectra(self._renew, clock, faster)
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         self.liveness = Liveness()

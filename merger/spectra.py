@@ -7,9 +7,9 @@ rounded once as well, so no fused multiplication changes a bit. All other operat
 division, which compilers for GPUs approximate, and scales are powers of two. So a merger that takes over on another
 machine, and a replay there, come to the same parameters, whether numpy or XLA (`merger.xla_spectra`) has multiplied.
 
-The number of threads changes no bit either: each matrix is changed on its own. Numpy itself has one thread in our
-commands (`ops.cli`), because its threads wait busily: on a machine that does other work, too, two of them are slower
-than one.
+The number of threads changes no bit either: each matrix is changed on its own, and each thread has whole rows of a
+large product. The libraries that multiply have one thread (numpy by `ops.cli`), because their own threads wait busily:
+on a machine that does other work, too, two of them are slower than one.
 
 Names of shapes: R rows, C columns, S the shorter side.
 """
@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from functools import partial, reduce
+from functools import cache, reduce
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -36,8 +36,6 @@ Wide = NDArray[np.float64]
 Array = Any
 #: What an iteration changes.
 State = TypeVar("State")
-#: Returns a matrix product. It may share the rows of the first matrix among threads, which changes no bit.
-Multiply = Callable[[Wide, Wide], Wide]
 #: Returns what `with_power` does, to the same bits.
 Power = Callable[[Matrix, float], Matrix]
 
@@ -89,15 +87,15 @@ Halves = tuple[Factor, Factor]
 class Products:
     """Exact products of factors, rounded once to float32. Here a float64 holds each of their partial sums.
 
-    Whatever computes the sums, and in whatever order, the bits are these. `merger.xla_spectra` has another way.
+    Whatever computes the sums, and in whatever order, the bits are these. `merger.xla_spectra` and
+    `merger.torch_spectra` have other ways.
 
     Attributes:
         xp: numpy or `jax.numpy`.
     """
 
-    def __init__(self, xp: Any = np, multiply: Multiply = np.matmul) -> None:
+    def __init__(self, xp: Any = np) -> None:
         self.xp = xp
-        self._multiply = multiply
 
     def integers(self, values: Array) -> Array:
         """Return the nearest integers of float32 values, in the type that is multiplied."""
@@ -105,7 +103,11 @@ class Products:
 
     def product(self, left_AK: Array, right: Array, axis: int) -> Array:
         """Multiply two matrices of integers. This axis of the right one has length K."""
-        return self._multiply(left_AK, right if axis == 0 else right.T).astype(np.float32)
+        if axis == 1 and right is left_AK:  # Numpy takes half the time for X Xᵀ, on one thread.
+            gram_AA: Matrix = (left_AK @ left_AK.T).astype(np.float32)
+            return gram_AA
+        right_KB = right if axis == 0 else right.T
+        return in_rows(lambda rows: (left_AK[rows] @ right_KB).astype(np.float32), left_AK, right_KB.shape[1])
 
     def two_to(self, exponent: Array) -> Array:
         """Return two to an integer from −126 to 127 in float32."""
@@ -136,7 +138,7 @@ class Products:
         return self.product(left.integers, right.integers, axis) * unit
 
     def gram(self, x: Factor) -> Array:
-        """Return X Xᵀ in float32. Numpy takes half the time for it."""
+        """Return X Xᵀ in float32."""
         return self.times(x, x, axis=1)
 
     def fine(self, left: Halves, right: Halves) -> Array:
@@ -185,7 +187,7 @@ def with_power(matrix_RC: Matrix, exponent: float, products: Products | None = N
     Args:
         matrix_RC: The matrix. Its values are finite.
         exponent: p, 0 or ½.
-        products: Numpy's way to multiply. It decides no bit.
+        products: How this processor multiplies. It decides no bit.
     """
     wide_SC = matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T
     largest = max(matrix_RC.max(initial=0.0), -matrix_RC.min(initial=0.0))
@@ -202,7 +204,7 @@ def with_power(matrix_RC: Matrix, exponent: float, products: Products | None = N
 def operations(shape: tuple[int, int], exponent: float) -> float:
     """Return the floating-point operations of numpy's matrix products for a matrix.
 
-    X Xᵀ counts half (see `Products.gram`). For p = 0 there are 15 to 20 times the shorter side for each element.
+    X Xᵀ counts half (see `Products.product`). For p = 0 there are 15 to 20 times the shorter side for each element.
     """
     side, length = sorted(shape)
     once = 3.0 * side**2 * length + side**3
@@ -277,7 +279,7 @@ def _inverse_fourth_root(gram_SS: Array, products: Products) -> Factor:
 
 #: Products with fewer operations are not worth the hand-over to other threads, which takes about 0.1 ms.
 _LARGE: Final = 1e8
-#: Spectra with fewer operations are not worth the second that it takes to compile a program for their shape.
+#: Spectra with fewer operations are not worth the seconds that it takes to find or compile something faster than numpy.
 _COMPILED: Final = 1e9
 
 #: Changes a matrix, given its exponent and a way to change its spectrum.
@@ -291,22 +293,36 @@ def default_threads() -> int:
     return usable_cores()
 
 
-def by_xla() -> Power | None:
-    """Return XLA's way to change spectra on the processor, or None where numpy is faster or has other bits."""
-    from archipelago.merger.xla_spectra import trial
+def in_rows(rows_of: Callable[[slice], Matrix], left_AK: Array, columns: int) -> Matrix:
+    """Return all rows of a product of `left_AK` from what returns some of them. Threads share those of a large one."""
+    threads, rows = default_threads(), len(left_AK)
+    if threads == 1 or 2.0 * left_AK.size * columns < _LARGE:
+        return rows_of(slice(0, rows))
+    ends = [rows * part // threads for part in range(threads + 1)]
+    return np.concatenate(list(_row_threads(threads).map(rows_of, map(slice, ends, ends[1:]))))
+
+
+@cache
+def _row_threads(threads: int) -> ThreadPoolExecutor:
+    """A pool of its own, because a thread that waits for the rows of a product must not keep others from them."""
+    return ThreadPoolExecutor(threads, "product")
+
+
+def by_fastest() -> Power | None:
+    """Return the fastest way to change spectra on this processor, or None for numpy."""
+    from archipelago.merger.spectra_trial import trial
 
     return trial().power
 
 
 class Spectra:
-    """Shares matrices, and numpy's products of large ones, among threads.
+    """Shares matrices among threads (`default_threads`).
 
     Args:
         between: Called on the calling thread every BETWEEN_SECONDS, because large matrices may take longer than a
             merger's lease. What it raises ends the change.
         clock: Seconds of a monotonic clock.
-        threads: The number of threads; 0 stands for `default_threads()`.
-        compiled: Returns what changes large matrices, to the same bits, if there is something faster than numpy.
+        faster: Returns what changes large matrices, to the same bits, if there is something faster than numpy.
 
     Attributes:
         seconds: The time that all changes have taken.
@@ -316,21 +332,18 @@ class Spectra:
         self,
         between: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        threads: int = 0,
-        compiled: Callable[[], Power | None] = by_xla,
+        faster: Callable[[], Power | None] = by_fastest,
     ) -> None:
         self.seconds = 0.0
-        self.threads = threads or default_threads()
-        self.between, self._clock, self._compiled = between, clock, compiled
+        self.between, self._clock, self._faster = between, clock, faster
 
     def change(self, work: Work, matrices: Sequence[tuple[Matrix, float]]) -> None:
         """Call `work` with each matrix and its exponent, the most expensive first."""
         began = self._clock()
-        # Two pools, because a thread that waits for the rows of a product must not keep others from multiplying them.
-        pool, rows = ThreadPoolExecutor(self.threads, "spectrum"), ThreadPoolExecutor(self.threads, "product")
+        pool = ThreadPoolExecutor(default_threads(), "spectrum")
         try:
             dearest = sorted(matrices, key=lambda each: -operations(each[0].shape, each[1]))
-            running = {pool.submit(work, *each, partial(self._power, rows)) for each in dearest}
+            running = {pool.submit(work, *each, self._power) for each in dearest}
             while running:
                 done, running = wait(running, BETWEEN_SECONDS, FIRST_COMPLETED)
                 for future in done:
@@ -338,19 +351,10 @@ class Spectra:
                 self.between()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            rows.shutdown(wait=False, cancel_futures=True)
             self.seconds += self._clock() - began
 
-    def _power(self, rows: ThreadPoolExecutor, matrix_RC: Matrix, exponent: float) -> Matrix:
-        """Change a spectrum by the fastest way. A matrix of zeros lets a merger that starts compile its programs."""
-        if operations(matrix_RC.shape, exponent) >= _COMPILED and (compiled := self._compiled()):
-            return compiled(matrix_RC, exponent)
-        products = Products(np, partial(self._multiply, rows))
-        return with_power(matrix_RC, exponent, products) if matrix_RC.any() else np.zeros_like(matrix_RC)
-
-    def _multiply(self, rows: ThreadPoolExecutor, left_AK: Wide, right_KB: Wide) -> Wide:
-        """Return the product of two matrices. Threads take rows of a large one."""
-        if self.threads == 1 or 2.0 * left_AK.size * right_KB.shape[1] < _LARGE or right_KB.base is left_AK:
-            return left_AK @ right_KB  # X Xᵀ on one thread takes half the time
-        parts = np.array_split(left_AK, self.threads)
-        return np.concatenate(list(rows.map(lambda part_AK: part_AK @ right_KB, parts)))
+    def _power(self, matrix_RC: Matrix, exponent: float) -> Matrix:
+        """Change a spectrum by the fastest way. A matrix of zeros lets a merger that starts find and compile it."""
+        if operations(matrix_RC.shape, exponent) >= _COMPILED and (faster := self._faster()):
+            return faster(matrix_RC, exponent)
+        return with_power(matrix_RC, exponent) if matrix_RC.any() else np.zeros_like(matrix_RC)

@@ -1,18 +1,14 @@
 """The spectra of `merger.spectra`, computed by XLA in products of int8 matrices.
 
-Processors with AMX or VNNI, and all accelerators, multiply these many times faster than float64 numbers, and come to
-the same bits: an integer of 14 bits is 128 times an int8 plus another int8. A trial shows whether this machine is one
-of them.
+All accelerators, and some processors with AMX or VNNI, multiply these many times faster than float64 numbers, and come
+to the same bits: an integer of 14 bits is 128 times an int8 plus another int8.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -26,23 +22,16 @@ from archipelago.merger.spectra import (
     Power,
     Products,
     State,
-    operations,
     powered,
-    with_power,
 )
 
-log = logging.getLogger(__name__)
 #: An int32 holds the sum of twice as many products of two int8.
 _TERMS_MAX: Final = 1 << 16
 #: Units for small integers take matrices whose sides are multiples of this number. Others are padded with zeros.
 _TILE: Final = 16
-#: The rows and columns of the matrix on which numpy and XLA are compared, and how often.
-_TRIAL, _TRIALS = (256, 1024), 3
-_ONE_TRIAL: Final = threading.Lock()
 #: On an H100 with JAX 0.11.2, Triton's kernels for products of int8 computed wrong sums in `Products.fine`. Those of
 #: cuBLAS had numpy's bits (docs/results/accelerator.md).
 COMPILED: Final = {"xla_gpu_enable_triton_gemm": False}
-_OTHER_BITS: Final = "%s computes other bits of spectra than numpy on this machine, so numpy computes them"
 
 
 class Int8Products(Products):
@@ -117,80 +106,3 @@ def program(matrix_RC: Array, exponent: float) -> Array:
     out_SC = powered(padded_SC, exponent, products)[:side, :length]
     out_RC = out_SC if out_SC.shape == matrix_RC.shape else out_SC.T
     return jnp.where(out_RC == 0, jnp.float32(0.0), out_RC)  # no zero has a sign
-
-
-class Trial(NamedTuple):
-    """How XLA and numpy change a trial matrix on this machine's processor.
-
-    Attributes:
-        power: XLA's way, or None where numpy is faster or has other bits.
-        rate: The operations a second of one thread, by the better way.
-    """
-
-    power: Power | None
-    rate: float
-
-
-def trial() -> Trial:
-    """Return how this machine's processor changes spectra. It is tried once."""
-    with _ONE_TRIAL:  # threads need it at the same time
-        return _tried()
-
-
-@cache
-def _tried() -> Trial:
-    by_xla = on_device(jax.local_devices(backend="cpu")[0])
-    is_same = has_same_bits(by_xla, "XLA")
-    seconds, of_numpy = compared(by_xla, "XLA")
-    is_better = is_same and seconds < of_numpy
-    rate = operations(_TRIAL, 0.0) / (seconds if is_better else of_numpy)
-    return Trial(by_xla if is_better else None, rate)
-
-
-def by_default_device() -> Power | None:
-    """Return the way of JAX's default device, for mergers in a process that trains there, or that of a processor."""
-    with _ONE_TRIAL:
-        power = _of_default_device()
-    return power or trial().power
-
-
-@cache
-def _of_default_device() -> Power | None:
-    device = jax.local_devices()[0]
-    found = on_device(device)
-    is_same = device.platform != "cpu" and has_same_bits(found, f"JAX on {device.device_kind}")
-    return found if is_same else None
-
-
-def has_same_bits(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> bool:
-    """Return whether it has numpy's bits on a trial matrix, wide and tall. Other bits are logged."""
-    wide_SC = _trial(shape)
-    for exponent in (0.0, 0.5):
-        expected_SC = with_power(wide_SC, exponent)
-        for matrix_RC, expected_RC in ((wide_SC, expected_SC), (np.ascontiguousarray(wide_SC.T), expected_SC.T)):
-            if not np.array_equal(candidate(matrix_RC, exponent).view(np.uint32), expected_RC.view(np.uint32)):
-                log.warning(_OTHER_BITS, name)
-                return False
-    return True
-
-
-def compared(candidate: Power, name: str, shape: tuple[int, int] = _TRIAL) -> tuple[float, float]:
-    """Return the processor seconds that it takes for a trial matrix, and those of numpy. It has changed one before.
-
-    XLA shares a matrix among its threads, and numpy has one for each matrix, so elapsed time would favour XLA.
-    """
-    ways = candidate, with_power
-    theirs, own = (min(_seconds(partial(way, _trial(shape), 0.0)) for _ in range(_TRIALS)) for way in ways)
-    log.info("spectra of a %d × %d matrix take %s %.0f ms, and numpy %.0f ms", *shape, name, 1e3 * theirs, 1e3 * own)
-    return theirs, own
-
-
-def _trial(shape: tuple[int, int]) -> Matrix:
-    random = np.random.default_rng(0)
-    return (random.uniform(-1.0, 1.0, shape) * np.exp2(random.integers(-8, 1, shape[1]))).astype(np.float32)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = time.process_time()
-    run()
-    return time.process_time() - began

@@ -166,7 +166,7 @@ def measured_turns(
         os.sched_setaffinity(server.pid, others)
         with child(create_run, server.url, config) as creating:
             creating.receive()
-        serving = server.url, RUN, others, 1, 0, options.pieces, options.spectra
+        serving = server.url, RUN, others, 1, options.pieces, options.spectra
         merger = held.enter_context(child(serve_merger, *serving))
         merger.receive()
         say(f"{_what(config)}: steps with syncing and without take turns")
@@ -199,7 +199,7 @@ def torch_turns(config: RunConfig, options: AcceleratorOptions) -> TorchTurns | 
     with own_redis() as server, child(sync_in_torch, server.url, mine, config, pairs, seconds) as looping:
         os.sched_setaffinity(server.pid, others)
         looping.receive()
-        with child(serve_merger, server.url, RUN, others, 1, 0, False, options.spectra) as merger:
+        with child(serve_merger, server.url, RUN, others, 1, False, options.spectra) as merger:
             merger.receive()
             looping.pipe.send("served")
             found: TorchTurns = looping.receive()

@@ -162,7 +162,7 @@ def _changed(shape: tuple[int, int], exponent: float, device: Any) -> Iterator[d
     numpys_RC: list[Vector] = []
 
     def by_numpy() -> None:
-        numpy = Spectra(compiled=lambda: None)
+        numpy = Spectra(faster=lambda: None)
         numpy.change(
             lambda matrix_RC, exponent, power: numpys_RC.append(power(matrix_RC, exponent)), [(matrix_RC, exponent)]
         )

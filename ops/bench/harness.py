@@ -277,7 +277,6 @@ def serve_merger(
     run: str,
     cores: Collection[int] = (),
     processes: int = 1,
-    threads: int = 0,
     counts_pieces: bool = False,
     spectra: str = "cpu",
 ) -> None:
@@ -287,27 +286,24 @@ def serve_merger(
         pipe, url, run: The parent, and a run that exists.
         cores: The only cores to use; empty for all.
         processes: The processes that share these cores.
-        threads: The threads that change spectra; 0 for the default.
         counts_pieces: Whether to count the time of the pieces of a merge.
         spectra: Where large spectra are changed, as for `archipelago merger`.
     """
     if cores:
         os.sched_setaffinity(0, set(cores))
     os.environ |= {"JAX_PLATFORMS": "cpu", **thread_environment(processes)}  # before JAX looks at its devices
-    if threads:
-        os.environ["NPROC"] = str(threads)  # as `archipelago merger --threads` does: XLA changes spectra, too
     keep_freed_memory()
 
     from archipelago.merger.accelerator import Accelerator
     from archipelago.merger.executor import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import has_ended_here, merger_name, serve
-    from archipelago.merger.spectra import by_xla
+    from archipelago.merger.spectra import by_fastest
 
     pieces = Pieces(OF_MERGER if counts_pieces else {})
     merger = Merger(
-        connect(url, run), holder=merger_name(), threads=threads, is_gone=has_ended_here, executor=in_background,
-        compiled=Accelerator() if spectra == "gpu" else by_xla,
+        connect(url, run), holder=merger_name(), is_gone=has_ended_here, executor=in_background,
+        faster=Accelerator() if spectra == "gpu" else by_fastest,
     )  # fmt: skip
     pipe.send("ready")
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.machine import return_freed_memory, usable_cores
+from archipelago.broker.machine import return_freed_memory
 from archipelago.broker.manifest import Manifest, Tensor, balanced
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
@@ -158,7 +158,7 @@ def two_islands(options: SyncOptions) -> Iterator[Callable[[], Synced]]:
         first = [pack(random.standard_normal(elements, np.float32), "float32", 0) for elements in manifest.sizes]
         server, made = held.enter_context(own_run(manifest, first))
         # While the merger works, the islands wait, so its spectra may use all cores.
-        merger = held.enter_context(child(serve_merger, server.url, RUN, (), PROCESSES, usable_cores()))
+        merger = held.enter_context(child(serve_merger, server.url, RUN))
         merger.receive(PATIENCE_SECONDS)
         islands = [held.enter_context(child(_train, server.url, name, options)) for name in ISLANDS]
         for island in islands:

@@ -24,7 +24,7 @@ from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
-from archipelago.merger.xla_spectra import by_default_device
+from archipelago.merger.spectra_trial import by_default_device
 
 
 @dataclass
@@ -124,7 +124,7 @@ class VirtualRun:
             holder="virtual",
             live_poll_seconds=0.0,
             wall=self.clock,
-            compiled=by_default_device,
+            faster=by_default_device,
         )
         merger.acquire()
         merger.load()

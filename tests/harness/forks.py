@@ -42,7 +42,7 @@ KINDS = {
         "archipelago.merger.main",
         "archipelago.merger.service",
         "archipelago.merger.shards",
-        "archipelago.merger.xla_spectra",
+        "archipelago.merger.spectra_trial",
         "orbax.checkpoint",
     ),
 }

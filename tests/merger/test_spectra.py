@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import encoded
-from archipelago.merger import merge_rules, spectra
+from archipelago.merger import merge_rules, spectra, spectra_trial
 from archipelago.merger.spectra import (
     FLOOR,
     Factor,
@@ -30,12 +30,15 @@ from archipelago.merger.spectra import (
     Power,
     Products,
     Spectra,
+    default_threads,
     memory,
     operations,
     with_power,
 )
+from archipelago.merger.spectra_trial import has_same_bits
 from archipelago.merger.weights import Group, cycle_work, spectra_bytes
-from archipelago.merger.xla_spectra import compared, has_same_bits, on_device
+from archipelago.merger.xla_spectra import on_device
+from tests.pytorch import required
 from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -144,39 +147,67 @@ def test_a_fine_product_is_right_to_24_bits(rows: int, terms: int, columns: int,
     np.testing.assert_allclose(found, left.astype(np.float64) @ right, rtol=2.0**-22, atol=terms * 2.0**-26)
 
 
+def by_torch(matrix_RC: Matrix, exponent: float) -> Matrix:
+    found: Matrix = required("archipelago.merger.torch_spectra").power(matrix_RC, exponent)
+    return found
+
+
+@pytest.mark.parametrize("power", [ON_CPU, by_torch], ids=["xla", "torch"])
 @pytest.mark.parametrize("exponent", [EXPONENTS[0], pytest.param(EXPONENTS[1], marks=pytest.mark.full)])
-def test_xla_comes_to_the_bits_of_numpy(exponent: float) -> None:
+def test_each_way_comes_to_the_bits_of_numpy(power: Power, exponent: float) -> None:
     """Also in sums that no int32 holds, in matrices of zeros and in those with few values."""
+    if power is by_torch:
+        required("torch")
     random = np.random.default_rng(0)
     x_SC = random.uniform(-1.0, 1.0, (33 if exponent else 8, 70_000)).astype(np.float32)
     sparse_SC = np.where(random.random(x_SC.shape) < 0.001, x_SC, np.float32(0.0))
     odd_SC = random.standard_normal((37, 101), np.float32)  # is padded
     tall_RC, tiny_SC = odd_SC.T * np.float32(2.0**40), odd_SC * np.float32(2.0**-90)
     for values in (x_SC, sparse_SC, -np.zeros_like(x_SC), odd_SC, odd_SC[:, :37], tall_RC, tiny_SC):
-        found, expected = ON_CPU(values, exponent), with_power(values, exponent)
+        found, expected = power(values, exponent), with_power(values, exponent)
         assert np.array_equal(found.view(np.uint32), expected.view(np.uint32)), exponent
 
 
-def test_what_is_not_better_than_numpy_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_way_that_is_better_than_numpy_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def other(x_SC: Matrix, exponent: float) -> Matrix:
         return np.nextafter(with_power(x_SC, exponent), np.float32(np.inf))
 
     def slow(x_SC: Matrix, exponent: float) -> Matrix:
         return max((with_power(x_SC, exponent) for _ in range(9)), key=len)
 
-    assert has_same_bits(slow, "it", (16, 40))
-    seconds, of_numpy = compared(slow, "it", (16, 40))
-    assert seconds > of_numpy
-    assert not caplog.records
-    assert not has_same_bits(other, "it", (16, 40))
+    known = dict[tuple[object, ...], Matrix]()
+
+    def fast(x_SC: Matrix, exponent: float) -> Matrix:
+        """Changes each matrix once."""
+        key = x_SC.shape, exponent
+        return known[key] if key in known else known.setdefault(key, with_power(x_SC, exponent))
+
+    def broken() -> Power:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    def used(**ways: Power) -> str:
+        monkeypatch.setattr(spectra_trial, "_ways", lambda: ways.items())
+        found = spectra_trial._tried.__wrapped__()
+        assert found.power is ways.get(found.name)
+        assert found.rate > 0
+        return found.name
+
+    monkeypatch.setattr(spectra_trial, "_TRIAL", (16, 40))
+    assert not has_same_bits(lambda *asked: (with_power if asked[0].shape[0] < 40 else other)(*asked), "it")
     assert "it computes other bits" in caplog.text
-    assert not has_same_bits(lambda *asked: (with_power if asked[0].shape[0] < 40 else other)(*asked), "it", (16, 40))
+    assert used(slow=slow, other=other, fast=fast, faster=fast) == "fast"
+    assert used(slow=slow, other=other) == used() == "numpy"
+    monkeypatch.undo()
+    monkeypatch.setattr(spectra_trial, "_by_torch", broken)
+    assert [name for name, _ in spectra_trial._ways()] == ["XLA"]
 
 
-def test_only_large_matrices_are_changed_by_compiled_programs() -> None:
+def test_only_large_matrices_are_changed_by_another_way_than_numpys() -> None:
     used = list[tuple[int, ...]]()
 
-    def compiled() -> Power:
+    def faster() -> Power:
         def power(x_SC: Matrix, exponent: float) -> Matrix:
             used.append(x_SC.shape)
             return x_SC
@@ -187,7 +218,7 @@ def test_only_large_matrices_are_changed_by_compiled_programs() -> None:
         power(matrix_RC, exponent)
 
     shapes = ((16, 8), (1024, 512))
-    Spectra(threads=1, compiled=compiled).change(work, [(np.zeros(shape, np.float32), 0.0) for shape in shapes])
+    Spectra(faster=faster).change(work, [(np.zeros(shape, np.float32), 0.0) for shape in shapes])
     assert used == [(1024, 512)]
 
 
@@ -202,15 +233,17 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     delta_N = np.random.default_rng(0).standard_normal(STACK[-1].end, np.float32)
 
     def merged(threads: int) -> bytes:
+        monkeypatch.setenv("OMP_NUM_THREADS", f"{threads}")
         body = encoded(delta_N, "float32")
         acc = merge_rules.accumulate(merge_rules.begin(STACK), body, STACK, merge_rules.norms(body, STACK)[0])
-        return np.asarray(merge_rules.finish(acc, STACK, spectra=Spectra(threads=threads))).tobytes()
+        return np.asarray(merge_rules.finish(acc, STACK, spectra=Spectra())).tobytes()
 
     assert merged(1) == merged(2) == merged(5)
 
 
 def test_the_caller_is_called_back_while_a_matrix_is_changed_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spectra, "BETWEEN_SECONDS", 0.001)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     on, called, changed = threading.Event(), list[str](), list[float]()
 
     def between() -> None:
@@ -224,7 +257,7 @@ def test_the_caller_is_called_back_while_a_matrix_is_changed_and_can_end_it(monk
         changed.append(exponent)
 
     with pytest.raises(RuntimeError, match="lease"):
-        Spectra(between, threads=1).change(work, [(np.zeros((2, 2), np.float32), 0.0)] * 100)
+        Spectra(between).change(work, [(np.zeros((2, 2), np.float32), 0.0)] * 100)
     assert set(called) == {threading.current_thread().name}
     assert len(changed) < 100, "the rest is left out"
 
@@ -232,10 +265,9 @@ def test_the_caller_is_called_back_while_a_matrix_is_changed_and_can_end_it(monk
 def test_the_environment_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", "0", "many"):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert 1 <= Spectra().threads <= (os.cpu_count() or 1)
+        assert 1 <= default_threads() <= (os.cpu_count() or 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert Spectra().threads == 5
-    assert Spectra(threads=3).threads == 3
+    assert default_threads() == 5
 
 
 TENSORS = (

@@ -337,10 +337,10 @@ def spectra(manifest: Manifest | None, step_seconds: float) -> Finding:
         step_seconds: The time of an inner step; NaN if it is unknown.
     """
     from archipelago.merger.spectra import default_threads
-    from archipelago.merger.xla_spectra import trial
+    from archipelago.merger.spectra_trial import trial
 
     found, threads = trial(), default_threads()
-    what = f"A merger here changes spectra by {'XLA' if found.power else 'numpy'}, {found.rate / 1e9:.0f} GFLOP/s a "
+    what = f"A merger here changes spectra by {found.name}, {found.rate / 1e9:.0f} GFLOP/s a "
     what += f"thread, on {threads} thread{'s' * (threads != 1)} (--threads)."
     if manifest is None:
         return ok("spectra", what)

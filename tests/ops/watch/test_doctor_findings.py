@@ -14,7 +14,7 @@ from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig, WireCo
 from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced
 from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, ServerFacts
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
-from archipelago.merger import xla_spectra
+from archipelago.merger import spectra_trial
 from archipelago.ops.watch.doctor import main
 from archipelago.ops.watch.doctor import server as checks
 from archipelago.ops.watch.doctor.server import Finding
@@ -169,7 +169,7 @@ def test_this_machine_needs_memory_for_an_island_without_an_accelerator() -> Non
 def test_a_merger_here_keeps_up_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the run would have to take 0.2 s on two threads of 30 GFLOP/s."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(xla_spectra, "trial", lambda: xla_spectra.Trial(None, 30e9))
+    monkeypatch.setattr(spectra_trial, "trial", lambda: spectra_trial.Trial("numpy", None, 30e9))
     tensors = (Tensor("a", (1024, 2048)), Tensor("b", (1024, 4096)))
 
     def judged(step_seconds: float, config: RunConfig = SENDING) -> Finding:
