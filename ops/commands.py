@@ -102,7 +102,7 @@ GROUPS: Mapping[str, Verbs] = {
         "replay": Verb("ops.experiments.replay:ReplayOptions", "Merge a recorded run again."),
         "chaos": Verb("ops.chaos.main:ChaosOptions", "Train through injected faults and report."),
         "bench": VerbGroup(_BENCH, "Measure loss, speed, memory and traffic; run studies."),
-        "simulate": VerbGroup(_SIMULATE, "Plan a run; the paper's tables of failures and links."),
+        "simulate": VerbGroup(_SIMULATE, "Plan a run; the paper's tables of failures."),
     },
 }
 VERBS: Verbs = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}

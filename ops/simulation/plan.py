@@ -30,7 +30,7 @@ from archipelago.ops.simulation.cycle import (
     spectra_loads,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
-from archipelago.ops.simulation.tables import count_text, data_parallel_gbits
+from archipelago.ops.simulation.tables import count_text
 from archipelago.ops.watch.formatting import seconds_text, size
 
 #: The defaults are tuned for up to this number of islands, and the paper has no more.
@@ -44,6 +44,8 @@ FAILURES_SIMULATED = 4000.0
 FRAGMENTS_MAX = 24
 #: The most islands and slices that are simulated, which takes time.
 ISLANDS_SIMULATED, SLICES_SIMULATED = 4096, 1 << 20
+#: The share of an inner step in which data-parallel has no gradients to send yet.
+FORWARD_SHARE = 1.0 / 3.0
 #: The least of what has to be positive.
 TINY = 1e-12
 
@@ -263,6 +265,17 @@ def _way(
         if fits or way is LADDER[-1]:
             return way, need, fits, planned, fitting is not None
     raise AssertionError("the ladder has a last way")
+
+
+def data_parallel_gbits(parameters: float, bits: float, step_seconds: float, sites: int, utilisation: float) -> float:
+    """Return the Gbit/s between sites with which data-parallel computes for this share of the time, a share below 1.
+
+    A ring over D sites carries ring = 2(D − 1)/D of the bytes over each link. A step takes T/CU in all. Gradients leave
+    during the backward pass, so everything but the forward pass can send them:
+    B = ring · N · bits / (T/CU − T · FORWARD_SHARE).
+    """
+    ring = 2.0 * (sites - 1) / sites
+    return ring * parameters * bits / 1e9 / (step_seconds * (1.0 / utilisation - FORWARD_SHARE))
 
 
 # -- models and tokens in words ---------------------------------------------------------------------------------------

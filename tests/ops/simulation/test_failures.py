@@ -1,4 +1,4 @@
-"""The failure model against closed forms and small cases by hand, the formulas of links, and the paper's tables."""
+"""The failure model against closed forms and small cases by hand, and the paper's tables."""
 
 from __future__ import annotations
 
@@ -23,16 +23,6 @@ from archipelago.ops.simulation.failures import (
     delay,
     simulate,
     stretches,
-)
-from archipelago.ops.simulation.tables import (
-    LINKS,
-    TABLE_HIDDEN_STEPS,
-    TABLE_INTERVAL,
-    bandwidth,
-    data_parallel_gbits,
-    fragments_gbits,
-    ring_factor,
-    rms,
 )
 from tests.tiers import examples
 
@@ -149,35 +139,6 @@ def test_stretches_follow_one_another(
     assert outcome == simulate(model, 5000.0, rng(seed)), "the same seed gives the same outcome"
 
 
-# -- the bandwidth of links -------------------------------------------------------------------------------------------
-
-
-def test_the_formulas_reproduce_table_13() -> None:
-    """They cover all cells but data-parallel at 99 %: for a step that is five times longer, that is not a fifth."""
-    cells = [cell for cell in bandwidth() if cell.covered]
-    assert len(cells) == 56
-    assert rms(cells) < 0.03
-    assert rms(cell for cell in cells if "data-parallel" in cell.row) < 0.03
-    short, long = (link.published for link in LINKS if link.data_parallel and link.sites == 8)
-    ratios = [a / b for a, b in zip(short, long, strict=True)]
-    assert ratios[:4] == pytest.approx([5.0] * 4, rel=0.06)
-    assert abs(ratios[4] - 5.0) > 2.5
-
-
-@given(
-    utilisation=st.floats(0.1, 0.99), step=st.floats(0.1, 100.0), sites=st.integers(2, 64), bits=st.floats(0.5, 32.0)
-)
-def test_bandwidth_gives_the_requested_utilisation(utilisation: float, step: float, sites: int, bits: float) -> None:
-    """Check T_math / (T_math + T_comm) with the communication that this bandwidth does not hide."""
-    gbit = 5.0 * bits * ring_factor(sites)
-    sending = gbit / data_parallel_gbits(5e9, bits, step, sites, utilisation)
-    unhidden = sending - step * 2 / 3
-    assert step / (step + unhidden) == pytest.approx(utilisation)
-    transfers = gbit / fragments_gbits(5e9, bits, step, sites, utilisation)
-    unhidden = transfers - TABLE_HIDDEN_STEPS * step
-    assert TABLE_INTERVAL * step / (TABLE_INTERVAL * step + unhidden) == pytest.approx(utilisation)
-
-
 # -- the verb tables --------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +146,6 @@ def test_tables_are_set_beside_the_published_ones(capsys: pytest.CaptureFixture[
     assert run(["simulate", "tables", "--days", "0.1"]) == 0
     out, _ = capsys.readouterr()
     assert re.search(r"M = 16 +99 / ", out)
-    assert out.count("*") == 1 + 4, "what no formula covers"
 
 
 @pytest.mark.full
@@ -196,7 +156,7 @@ def test_the_defaults_reproduce_the_published_tables(capsys: pytest.CaptureFixtu
     """
     assert run(["simulate", "tables", "--days", "2", "--seed", "7", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (len(found["goodput"]), len(found["uptime"]), len(found["bandwidth"])) == (30, 30, 60)
+    assert (len(found["goodput"]), len(found["uptime"])) == (30, 30)
     assert max(found["goodput_rms"], found["uptime_rms"]) < 2.0, "points, seed 7"
     differences = []
     for cell in found["goodput"]:

@@ -18,6 +18,7 @@ from archipelago.ops.simulation.plan import (
     Fleet,
     PlanOptions,
     choose,
+    data_parallel_gbits,
     page,
     parameters_of,
     plan,
@@ -43,6 +44,24 @@ def test_machines_that_fail_often_want_more_islands() -> None:
     assert often.data_parallel_goodput < often.fleet.goodput
     goodputs = [fleet.goodput for fleet in often.fleets]
     assert goodputs == sorted(goodputs)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "sites", "published"),
+    [
+        (1.0, 2, (49, 81, 104, 113)),
+        (5.0, 2, (9.5, 16, 21, 23)),
+        (1.0, 8, (85, 140, 183, 198)),
+        (5.0, 8, (17, 28, 37, 40)),
+    ],
+)
+def test_data_parallel_needs_the_links_of_table_13_of_the_paper(
+    step_seconds: float, sites: int, published: tuple[float, ...]
+) -> None:
+    shares = (0.5, 0.75, 0.9, 0.95)
+    assert [data_parallel_gbits(5e9, 16.0, step_seconds, sites, each) for each in shares] == pytest.approx(
+        published, rel=0.06
+    )
 
 
 def test_thinner_links_get_fewer_bits_then_longer_intervals() -> None:
