@@ -87,7 +87,7 @@ class Computation(Parameters):
         if self._team is None:
             return batches_n
         leaves, structure = jax.tree.flatten(batches_n)
-        self._team.tell(work, len(leaves[0]), **numbers)
+        self._team.tell(work, **numbers)
         return jax.tree.unflatten(structure, self._team.share(leaves))
 
     def _arguments(self, batches_n: Any, schedule_step: int, length: int) -> Any:

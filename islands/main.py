@@ -134,5 +134,5 @@ def prepared_here(options: IslandOptions) -> PreparedIsland:
         end_of_imports()
         with progress("loading and compiling everything that an island needs"):
             prepared = prepared_for(options, manifest, task)
-            prepared.rehearse(whole(transport, manifest), awaited, options.scan_steps)
+            prepared.rehearse(whole(transport, manifest), awaited)
     return prepared

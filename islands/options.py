@@ -47,8 +47,6 @@ class IslandOptions(WorkerOptions, ProbeOptions, AwaitedRun):
     """The number of hosts of this island. All of them run this command."""
     host_rank: int | None = None
     """The number of this host: 0 for the leader, which alone talks to Redis."""
-    scan_steps: int = 1
-    """The inner steps between two step boundaries, compiled as one scan. More are faster where a step takes few ms."""
     standby: bool = False
     """Load and compile everything, print `ready`, and join once a line on standard input names the island."""
     evaluate_every: float = 15.0
@@ -63,7 +61,6 @@ def require_valid(options: IslandOptions) -> None:
     options.require_status()
     if options.mesh is not None:
         parsed(options.mesh)
-    require_number("--scan-steps", options.scan_steps, "Give a number of steps from 1 on.", least=1)
     remedy = "Give a number of seconds such as 15, or 0 for no evaluations."
     require_number("--evaluate-every", options.evaluate_every, remedy)
 

@@ -77,22 +77,20 @@ class PreparedIsland:
         incarnation: str,
         link: Link,
         arrivals: Sequence[Arrival],
-        scan_steps: int = 1,
         on_marker: Callable[[Participant], object] | None = None,
     ) -> Island:
-        """Return an island that begins with these snapshots, and makes `scan_steps` inner steps between boundaries."""
+        """Return an island that begins with these snapshots."""
         leases = None if name == REHEARSING else link
         supply = self.workload.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, leases))
         computation = self.workload.computation(self.manifest, self.placement, self.team)
         return Island(
-            name, self.manifest, computation, supply, link, arrivals, incarnation=incarnation, scan_steps=scan_steps,
-            on_marker=on_marker,
+            name, self.manifest, computation, supply, link, arrivals, incarnation=incarnation, on_marker=on_marker
         )  # fmt: skip
 
-    def rehearse(self, transport: IslandTransport, awaited: Patience, scan_steps: int) -> None:
+    def rehearse(self, transport: IslandTransport, awaited: Patience) -> None:
         """Build an island from the run's snapshots and warm it up. Its link never starts, so no peer hears of it."""
         link = Link(transport, self.manifest, "", ())
-        island = self.island(REHEARSING, "", link, awaited(link.join), scan_steps)
+        island = self.island(REHEARSING, "", link, awaited(link.join))
         with compiled_once(self.manifest.config.digest()):
             island.warm_up()
         del island, link

@@ -94,7 +94,7 @@ class WorkerRun(Membership):
         with self:
             stopped, island = self._health.watched(self._stopped, lambda: "training"), self.worker
             while not (stopped() or self.finished):
-                self._turn(*island.make_steps())
+                self._turn(1, *island.make_step())
             self._health.leave()
         if self._store is not None and self._state == "replaced":
             self._store.close()
@@ -140,7 +140,7 @@ class WorkerRun(Membership):
 
     def _participant(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> Island:
         on_marker = None if self._store is None else self._store.on_marker
-        return self._prepared.island(name, self._incarnation, link, arrivals, self._options.scan_steps, on_marker)
+        return self._prepared.island(name, self._incarnation, link, arrivals, on_marker)
 
     def _warm_up(self) -> None:
         self._evaluator = self._evaluates()

@@ -22,7 +22,7 @@ from archipelago.islands.tasks.workload import DIVERGED_MAX
 
 
 class Island(Participant):
-    """An island whose steps are ours. Sync after `make_steps`, or call `boundary` and `advance` in turn."""
+    """An island whose steps are ours. Sync after `make_step`, or call `boundary` and `advance` in turn."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class Island(Participant):
         arrivals: Sequence[Arrival],
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
-        scan_steps: int = 1,
         on_marker: Callable[[Participant], object] | None = None,
     ) -> None:
         """Begin from published snapshots with fresh inner optimiser state.
@@ -52,33 +51,31 @@ class Island(Participant):
             ranges=batches, on_marker=on_marker, diverged_max=DIVERGED_MAX,
         )  # fmt: skip
         self.computation, self.batches = computation, batches
-        self.scan_steps = scan_steps
         self._in_flight: jax.Array | None = None
 
     def warm_up(self) -> None:
         """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later."""
         self.beat("joining")
-        self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.heartbeats.run_steps)
+        self.computation.try_steps(self.batches.sample(1), self.link.heartbeats.run_steps)
         self.computation.replica.warm_up(self.computation.named())
 
-    def make_steps(self) -> tuple[int, int, Any]:
-        """Dispatch `scan_steps` inner steps, on which the device works during the next boundary.
+    def make_step(self) -> tuple[int, Any]:
+        """Dispatch an inner step, on which the device works during the next boundary.
 
-        Return the number of steps, their tokens, and the losses of the steps before them, which have ended.
+        Return its tokens, and the loss of the step before it, which has ended.
         """
-        n = self.scan_steps
-        batch = self.batches.next(n)
+        batch = self.batches.next(1)
         schedule_step = min(self.ledger.global_step, self.run_steps)  # constant from then on
         losses_n, earlier = self.computation.step(batch, schedule_step, self.run_steps), self._in_flight
         # One call may be in flight. This keeps the device busy, and still measures the time of steps.
         if earlier is not None:
             earlier.block_until_ready()
         self._in_flight = losses_n
-        return n, self.batches.tokens, earlier
+        return self.batches.tokens, earlier
 
     def advance(self) -> None:
-        """Make steps and count them. The caller passes the boundary after them itself, as in virtual time."""
-        self.count(*self.make_steps())
+        """Make a step and count it. The caller passes the boundary after it itself, as in virtual time."""
+        self.count(1, *self.make_step())
 
     @property
     def inner(self) -> InnerState:

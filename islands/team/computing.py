@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from archipelago.broker.codecs import CODECS, Parts, Vector
@@ -104,17 +103,14 @@ def do_together(said: Said, replica: Any, parameters: Parameters, state: LoopSta
 def follow(team: JaxTeam, computation: Computation, sample: Any, stopped: Callable[[], bool]) -> Said:
     """Do what the leader says until the island ends, and return its last message. `sample` is like its batches."""
 
-    def like_batches(steps: int) -> Any:
-        return jax.tree.map(lambda leaf: np.zeros((steps, *leaf.shape[1:]), leaf.dtype), sample)
-
     def do(said: Said) -> None:
         match said.work:
             case Work.BEGIN:
                 computation.begin(())
             case Work.TRY:
-                computation.try_steps(like_batches(said.about), said.steps)
+                computation.try_steps(sample, said.steps)
             case Work.STEP:
-                computation.step(like_batches(said.about), said.step, said.steps)
+                computation.step(sample, said.step, said.steps)
             case Work.TAKE_STATE:
                 computation.use(())
             case _:

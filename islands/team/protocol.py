@@ -50,7 +50,7 @@ class Said(NamedTuple):
         finished: Why to stop, as a place in `sync.script.REASONS`; 0 to go on.
         stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
         work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
-        about: What the work is about: the number of a fragment, a tensor or of steps, or the size of a manifest.
+        about: What the work is about: the number of a fragment or a tensor, or the size of a manifest.
         codec: The place of a codec in the table of all.
     """
 

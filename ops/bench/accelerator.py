@@ -183,7 +183,7 @@ def measured_turns(
                     spent.append(merger.receive())
             found: IslandTurns = trainer.receive()
         say(f"profile: {profile} (open it with xprof or TensorBoard); now the same training without syncing")
-        with child(train_only, server.url, mine, found.scan_steps, found.steps, environment=share) as trainer:
+        with child(train_only, server.url, mine, found.steps, environment=share) as trainer:
             alone: TimedTurn = trainer.receive()
     return found, alone, {piece: each - spent[0][piece] for piece, each in (spent[-1] if spent else {}).items()}
 

@@ -57,7 +57,6 @@ class IslandTurns:
     """The measurements of the island's process.
 
     Attributes:
-        scan_steps: Inner steps of one compiled program.
         steps: Inner steps of each turn.
         largest: Elements of its largest fragment.
         on: The turns with syncing.
@@ -67,7 +66,6 @@ class IslandTurns:
         pieces: The time of the pieces of syncs, in all turns with syncing but the first; empty unless counted.
     """
 
-    scan_steps: int
     steps: int
     parameters: int
     largest: int
@@ -111,20 +109,19 @@ def sync_and_not(
     island = prepared.island("island", INCARNATION, link, link.join())
     link.pumps.start()
     island.warm_up()
-    interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
+    interval = island.config.sync.interval
     first = _synced_turn(island, interval)  # This turn pays for everything that happens only once.
     steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
     turns, spent = [], pieces.spent()
     for _ in range(pairs):
         on = _synced_turn(island, steps)
-        off = plain(island.computation, island.batches.next, steps, island.scan_steps)
+        off = plain(island.computation, island.batches.next, steps)
         turns.append((on, off))
         spent = pieces.spent() if len(turns) == 1 else spent
         pipe.send((on, off))
     later = pieces.spent()
     _synced_turn(island, 2 * interval, jax.profiler.trace(profile))
     found = IslandTurns(
-        scan_steps=island.scan_steps,
         steps=steps,
         parameters=island.manifest.parameters,
         largest=max(island.manifest.sizes),
@@ -162,7 +159,7 @@ def _synced_turn(island: Island, steps: int, around: AbstractContextManager[Any]
     forget_peak()
     cpu, began = time.process_time(), time.perf_counter()
     with around or nullcontext():
-        for _ in range(steps // island.scan_steps):
+        for _ in range(steps):
             island.advance()
             island.boundary()
         jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
@@ -201,16 +198,16 @@ def _has_work(link: Link) -> bool:
     return bool(link.channels[0].outbox.unresolved_rounds() or link.channels[0].inbox._wanted)
 
 
-def plain(computation: Computation, batches: Callable[[int], Any], count: int, scan_steps: int) -> TimedTurn:
-    """Train `count` steps, `scan_steps` in a call, and do nothing else. One call is in flight, as in an island."""
+def plain(computation: Computation, batches: Callable[[int], Any], count: int) -> TimedTurn:
+    """Train `count` steps, and do nothing else. One step is in flight, as in an island."""
     import jax
 
     jax.block_until_ready(computation.inner)  # type: ignore[no-untyped-call]
     forget_peak()
     cpu, began = time.process_time(), time.perf_counter()
     in_flight: jax.Array | None = None
-    for at in range(0, count, scan_steps):
-        losses_n = computation.step(batches(scan_steps), at, count)
+    for at in range(count):
+        losses_n = computation.step(batches(1), at, count)
         if in_flight is not None:
             in_flight.block_until_ready()
         in_flight = losses_n
@@ -218,7 +215,7 @@ def plain(computation: Computation, batches: Callable[[int], Any], count: int, s
     return TimedTurn(time.perf_counter() - began, time.process_time() - cpu, peak_bytes(os.getpid()))
 
 
-def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, count: int) -> None:
+def train_only(pipe: Connection, url: str, cores: set[int], count: int) -> None:
     """Train the same in a process that loads an island's code but syncs nothing. Send its turn."""
     os.sched_setaffinity(0, cores)
     return_freed_memory()
@@ -229,8 +226,8 @@ def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, cou
     work, config = prepared.workload, prepared.manifest.config
     batches, computation = work.supply(TaskRun("alone", 0, config.seed)).next, work.computation(prepared.manifest)
     computation.inner = work.begin(build(config.model).init(config.seed))
-    plain(computation, batches, scan_steps, scan_steps)
-    pipe.send(plain(computation, batches, count, scan_steps))
+    plain(computation, batches, 1)
+    pipe.send(plain(computation, batches, count))
 
 
 # -- PyTorch ---------------------------------------------------------------------------------------------------------

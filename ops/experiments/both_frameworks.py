@@ -75,13 +75,8 @@ class LlamaTraining:
 
 
 class TorchIsland(Participant):
-    """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary` and `advance` in turn.
+    """An island that `archipelago.pytorch.join` would make, in virtual time: `boundary` and `advance` in turn."""
 
-    Attributes:
-        scan_steps: Inner steps between two boundaries.
-    """
-
-    scan_steps = 1
     training: LlamaTraining
 
     def advance(self) -> None:

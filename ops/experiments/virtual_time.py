@@ -208,7 +208,7 @@ class VirtualRun:
         self._exchange(island)
         self.turn()
         island.advance()
-        self._plan(self.clock.now + self._step_seconds[name] * island.scan_steps, island, self._step)
+        self._plan(self.clock.now + self._step_seconds[name], island, self._step)
 
     def _exchange(self, island: Island) -> None:
         """Run all pumps. What the island sends arrives later if its link takes time."""

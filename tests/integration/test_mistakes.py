@@ -71,7 +71,6 @@ MISTAKES = [
     # workers
     ("island AWAY --run x --wait-seconds 0", "broker.unreachable"),
     ("island RUNS --name a/b", "config.name"),
-    ("island RUNS --scan-steps=-1", "config.value"),
     ("island RUNS --wait-seconds=-1", "config.value"),
     ("island RUNS --probe-port TAKEN", "config.value"),
     ("island RUNS --evaluate-every nan", "config.value"),

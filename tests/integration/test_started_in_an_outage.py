@@ -132,7 +132,7 @@ def test_a_merger_waits_also_for_its_run_and_may_end_in_an_outage(
 
 def island(task: str, folder: Path, wait_seconds: float) -> IslandOptions:
     return IslandOptions(
-        run="demo", task=task, folder=folder, name="oslo", scan_steps=1, wait_seconds=wait_seconds, json=True,
+        run="demo", task=task, folder=folder, name="oslo", wait_seconds=wait_seconds, json=True,
         log_json=True,
     )  # fmt: skip
 

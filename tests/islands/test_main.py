@@ -41,7 +41,7 @@ def transport(url: str) -> Iterator[RedisTransport]:
 
 
 def run(url: str, folder: Path) -> str:
-    options = main.IslandOptions(url=url, run="demo", folder=folder, scan_steps=1)
+    options = main.IslandOptions(url=url, run="demo", folder=folder)
     return running.WorkerRun(options, "oslo", lambda: False, Origin("oslo")).train()
 
 

@@ -132,11 +132,10 @@ def run(
     stored: Stored,
     prepared: PreparedIsland | None,
     folder: Path | None,
-    scan_steps: int = 1,
     name: str | None = None,
 ) -> Island:
     """Build an island that leaves before its first step, and return it."""
-    options = main.IslandOptions(url=stored.url, run="demo", folder=folder, scan_steps=scan_steps, name=name)
+    options = main.IslandOptions(url=stored.url, run="demo", folder=folder, name=name)
     worker = running.WorkerRun(options, "oslo", lambda: True, Origin("oslo"), prepared)
     assert worker.train() == "left"
     return worker.worker
@@ -147,14 +146,13 @@ def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(
     prepared: PreparedIsland, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = stored.held()
-    prepared.rehearse(stored.transport, AT_ONCE, 2)
+    prepared.rehearse(stored.transport, AT_ONCE)
     assert [key for key, held in stored.held().items() if before.get(key) != held] == []
     assert stored.transport.reader.presences() == []
     monkeypatch.setattr(preparing, "prepare", pytest.fail)
-    island = run(stored, prepared, tmp_path, scan_steps=2)
+    island = run(stored, prepared, tmp_path)
     assert island.name == "oslo"
     assert island.computation.steps is prepared.workload.steps
-    assert island.scan_steps == 2
 
 
 def test_an_island_keeps_a_state_only_where_a_later_start_finds_it(
@@ -192,14 +190,14 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
 ) -> None:
     """The supervisor need not repeat the URL, for example."""
     became: list[main.IslandOptions] = []
-    options = main.IslandOptions(url=stored.url, run="demo", scan_steps=2, tensorboard=False, standby=True)
+    options = main.IslandOptions(url=stored.url, run="demo", evaluate_every=20.0, tensorboard=False, standby=True)
     monkeypatch.setattr(preparing, "prepared_for", lambda *_: prepared)  # whose programs are compiled
     monkeypatch.setattr(main, "run_island", lambda options, stopped, prepared: became.append(options))
-    told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "3"))
+    told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--evaluate-every", "30"))
     standard_input(told.line() + b"later bytes are not read")
     main.stand_by(options)
     assert capfd.readouterr().out == "ready\n"
-    assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=3, standby=False)]
+    assert became == [replace(options, name="oslo", folder=tmp_path, evaluate_every=30.0, standby=False)]
 
 
 def test_a_standby_ends_with_its_input(

@@ -122,7 +122,7 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
         TimedTurn(1.5, 4.0, 800 << 20, 500),
     ]
     off = [TimedTurn(1.0, 2.0, 600 << 20), TimedTurn(1.0, 2.0, 500 << 20), TimedTurn(1.0, 2.0, 550 << 20)]
-    turns = IslandTurns(1, 10, 1000, 25 << 18, on, off, held_bytes=100 << 20)
+    turns = IslandTurns(10, 1000, 25 << 18, on, off, held_bytes=100 << 20)
     alone = TimedTurn(1.0, 2.0, 400 << 20)
     # With 0.5 of 0.6 syncs, rounds were stretched. 100 of 25 MiB are held, and 4 more may be.
     for backend, interval, goals in (("gpu", 20, [1.01, 8.0]), ("gpu", 16, [8.0]), ("cpu", 20, [8.0])):
@@ -143,7 +143,7 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
 
 def test_the_pieces_of_syncs_beside_steps_are_those_of_one_sync_of_the_model() -> None:
     on = [TimedTurn(1.0, 1.0, 1, synced) for synced in (999, 2000, 6000)]  # 1 + 3 syncs after the first turn
-    turns = IslandTurns(1, 10, 1000, 1, on, on, 1, pieces={"quantise": Spent(0.4, 0.2)})
+    turns = IslandTurns(10, 1000, 1, on, on, 1, pieces={"quantise": Spent(0.4, 0.2)})
     rows = accelerator.piece_rows(turns, {"merge": Spent(0.04, 0.08)})
     assert [(row["what"], row["ours"], row["theirs"]) for row in rows] == [
         ("  merger: merge, ms", pytest.approx(10), pytest.approx(20)),
@@ -161,7 +161,7 @@ def test_an_island_takes_the_memory_of_an_accelerator_that_up_gives_it(
     def child(work: Callable[..., None], *arguments: Any, environment: Any = None) -> Iterator[Any]:
         environments[work.__name__] = environment
         pairs = [(turn, turn)] * accelerator.TURNS_QUICK[0]
-        island = iter([*pairs, IslandTurns(1, 10, 1, 1, [turn], [turn], 1)])
+        island = iter([*pairs, IslandTurns(10, 1, 1, [turn], [turn], 1)])
         yield SimpleNamespace(receive=lambda: next(island) if work.__name__ == "sync_and_not" else turn)
 
     names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
