@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -26,7 +25,6 @@ from archipelago.ops.bench import accelerator, largest, provenance, wire
 from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.accelerator_processes import IslandTurns, TimedTurn, TorchTurns
 from archipelago.ops.bench.harness import Spent
-from archipelago.ops.bench.merge import _BareNesterov, timed_row
 from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
 from archipelago.ops.bench.profile import DeviceTimes
 from archipelago.ops.bench.sync import Synced, SyncOptions, torchft
@@ -103,16 +101,6 @@ def test_the_first_round_of_the_wire_does_not_count_and_the_ratio_is_a_median() 
     theirs, ours = iter([1.0, 1.0, 1.0, 6.0]), iter([100.0, 2.0, 4.0, 8.0])
     row = wire.row("in memory", 8_000_000, *taking_turns([lambda: next(theirs), lambda: next(ours)], 3))
     assert (row["ours"], row["theirs"], row["ratio"]) == (2, 8, 0.5)
-
-
-def test_merging_takes_turns_with_a_nesterov_step_in_bare_numpy() -> None:
-    order: list[str] = []
-    timed_row("a round", lambda: order.append("ours"), "numpy", lambda: order.append("floor"), 2, 1.0)
-    assert order == ["floor", "ours"] * 3
-    bare = _BareNesterov(np.zeros(3, np.float32), rate=0.5, momentum=0.5)
-    ones_N = np.ones(3, np.float32)
-    assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.5] * 3  # Mean 2, momentum 2: 0.5 · (2 + 0.5 · 2).
-    assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.75] * 3  # Momentum 3, from the same parameters.
 
 
 def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks() -> None:

@@ -101,11 +101,9 @@ def test_payloads_are_measured_in_memory_and_with_an_append_only_file() -> None:
     assert all(row["ours"] > 0 and row["ratio"] > 0 for row in rows)
 
 
-def test_codecs_and_merging_are_measured() -> None:
-    rows = merge.codecs(10_000, 1) + merge.merging(10_000, 1)
-    rows += merge.many_islands(2, 4, 64, 40)
-    assert len({tuple(row) for row in rows}) == 1, "the rows are printed as one table"
-    assert all(row["ours"] > 0 and row["ratio"] > 0 for row in rows)
+def test_contributions_of_few_and_of_many_islands_are_measured() -> None:
+    (row,) = merge.many_islands(2, 4, 64, 40)
+    assert row["ours"] > 0 and row["ratio"] > 0
 
 
 TINY = SyncOptions(parameters=12_000, quick=True)
