@@ -18,6 +18,7 @@ from archipelago.broker.process import keep_compiled, print_json
 from archipelago.broker.wire import unpack
 from archipelago.merger import record as records
 from archipelago.merger.storage import MergerFolder
+from archipelago.ops.run_source import RUNS
 from archipelago.ops.settings import say
 
 
@@ -29,10 +30,8 @@ class ReplayOptions:
     """
 
     run: Annotated[str, tyro.conf.Positional]
-    """The name of the run, or its folder, such as runs/demo."""
-    folder: Path = Path("runs")
-    """The folder of the runs, for a name. The record is FOLDER/RUN/merger/record, and FOLDER/RUN/merger/shard-K/record
-    for a further shard K."""
+    """The name of the run, or its folder, such as runs/demo. The record is runs/demo/merger/record, and
+    runs/demo/merger/shard-K/record for a further shard K."""
     json: bool = False
     """Print one JSON object."""
 
@@ -40,7 +39,7 @@ class ReplayOptions:
 def main(options: ReplayOptions) -> int:
     """Replay. Return 0 if nothing differs, and 1 if something does."""
     with progress("reading the record"):
-        own = Path(options.run) if "/" in options.run else options.folder / options.run
+        own = Path(options.run) if "/" in options.run else RUNS / options.run
         recorded = read(own / "merger")
     keep_compiled()
     os.environ["JAX_PLATFORMS"] = "cpu"  # as in a merger
