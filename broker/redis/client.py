@@ -61,10 +61,13 @@ class TlsConnection(SSLConnection):
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
         # redis-py expects the certificate of `host`.
         host, self.host = self.host, self._expected
+        sock.settimeout(self.socket_connect_timeout)  # a server without TLS never answers
         try:
-            return self._secured(sock)
+            secured = self._secured(sock)
         finally:
             self.host = host
+        secured.settimeout(self.socket_timeout)
+        return secured
 
     def _secured(self, sock: socket.socket) -> ssl.SSLSocket:
         secured: ssl.SSLSocket = super()._wrap_socket_with_ssl(sock)  # type: ignore[no-untyped-call]

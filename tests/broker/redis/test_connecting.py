@@ -6,6 +6,7 @@ import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -102,6 +103,14 @@ def test_a_server_that_does_not_answer_is_unreachable(tmp_path: Path, monkeypatc
     monkeypatch.setattr(client, "SOCKET_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, failing(UnreachableError):
         connect(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run")
+
+
+def test_a_server_without_tls_fails_as_soon_as_one_that_cannot_be_reached() -> None:
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as plain, failing(UnreachableError) as caught:
+        connect(f"rediss://127.0.0.1:{plain.getsockname()[1]}?socket_connect_timeout=0.1", "run")
+    assert time.monotonic() - began < SOCKET_SECONDS
+    assert "redis://" in caught.value.remedy
 
 
 def test_an_outage_has_the_remedy_of_its_cause() -> None:
