@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -23,6 +25,10 @@ from archipelago.broker.process import FAILED, OUTAGE
 
 #: The code of the error that another process cannot train.
 OTHER_FAILED = "hosts.failed"
+#: The leader says so when the others do not come to it for this long, as where only the leader calls `sync`.
+LATE_SECONDS = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class Work(IntEnum):
@@ -117,13 +123,24 @@ class Team(ABC):
 
     def exchange(self, said: Said) -> Said:
         """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
-        heard = Said(*self._sum(said))
+        heard = self._sums(said)
         return heard._replace(finished=heard.finished or bool(heard.stopping))  # 1 is `signalled`
 
     def tell(self, work: Work, about: int = 0, **numbers: int) -> None:
         """Say what all processes do now, if this one leads."""
         if self.leads and not self.is_alone:
-            self._told = Said(*self._sum(Said(work=work, about=about, **numbers)))
+            self._told = self._sums(Said(work=work, about=about, **numbers))
+
+    def _sums(self, said: Said) -> Said:
+        """Return the sum of what all processes say. Say so in the log if the others keep the leader waiting."""
+        late = threading.Timer(LATE_SECONDS, _tell_of_others)
+        late.daemon = True
+        if self.leads:
+            late.start()
+        try:
+            return Said(*self._sum(said))
+        finally:
+            late.cancel()
 
     @property
     def is_stopping(self) -> bool:
@@ -156,6 +173,13 @@ class Team(ABC):
             self.tell(Work.RUN, len(data))
         shared = self.share_bytes(np.frombuffer(data, np.uint8))
         return manifest or Manifest.from_fields(json.loads(shared.tobytes()))
+
+
+def _tell_of_others() -> None:
+    log.warning(
+        "rank 0 has waited %g s for the other processes of this island. All of them must call `join` and `sync`, at "
+        "the same steps, and `create` if the model is split", LATE_SECONDS, extra={"code": "loop.waits"},
+    )  # fmt: skip
 
 
 def process_left(what: str, *, code: str, status: int = 0) -> ArchipelagoError:

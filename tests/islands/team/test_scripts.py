@@ -1,10 +1,10 @@
-"""SIGTERM while several processes of one island join: `jax.distributed` takes it until we do."""
+"""Several processes of one island: SIGTERM while they join, which `jax.distributed` takes until we do, and lateness."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from archipelago import create
 from archipelago.broker.errors import ConfigError, UnreachableError
-from archipelago.islands.team.protocol import Said, Team, process_left
+from archipelago.islands.team import protocol
+from archipelago.islands.team.protocol import Said, Team, Work, process_left
 from archipelago.islands.team.scripts import Following, Leading
 from archipelago.islands.user_loop.joining import JoinedRun, Joining
+from tests.conftest import Until
 from tests.failing import failing
 from tests.islands.user_loop.own_runs import tree
 
@@ -34,6 +36,28 @@ class Signalled(Team):
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return data
+
+
+class Alone(Signalled):
+    """A team whose other processes come once the leader has said that it waits for them."""
+
+    def __init__(self, told: Callable[[], object]) -> None:
+        self._told_of_others = told
+
+    def _sum(self, numbers: Sequence[int]) -> Sequence[int]:
+        self._told_of_others()
+        return numbers
+
+
+def test_a_leader_says_when_the_others_do_not_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, until: Until
+) -> None:
+    monkeypatch.setattr(protocol, "LATE_SECONDS", 0.01)
+    team = Alone(lambda: until(lambda: caplog.records, "a warning"))
+    team.exchange(Said())
+    caplog.clear()
+    team.tell(Work.ADOPT)
+    assert [getattr(record, "code", "") for record in caplog.records] == ["loop.waits"]
 
 
 class Leader(Leading, JoinedRun):
