@@ -413,6 +413,10 @@ class Merger:
             self.checkpointer.take_last(self.state, self._wanted_checkpoint, self.clock, pause)
             self._release(self.clock(), wait=True)
 
+    def lacks_checkpoint(self) -> bool:
+        """Return whether this merger writes checkpoints, has served, and none holds all of its rounds."""
+        return self.checkpointer is not None and self.has_served and self.checkpointer.lacks(self.state)
+
     def close(self) -> None:
         """Wait for the copy of the last checkpoint, for some time, and let operators know if there is none."""
         if self.checkpointer is not None:

@@ -64,7 +64,7 @@ def serve(
     """
     merger.rules.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
     standing = Standing(merger)
-    is_over, troubles = False, Troubles()
+    is_over, troubles, outage = False, Troubles(), ""
     try:
         while not is_over and not stopped():
             try:
@@ -73,7 +73,8 @@ def serve(
                     log.info("handing over after %s: another process serves fewer shards", last)
                     _release(merger, "another process serves fewer shards, and takes this one")
                 if not merger.epoch:
-                    if not (may_take() and merger.acquire()):
+                    is_free, outage = may_take() and merger.acquire(), ""
+                    if not is_free:
                         standing.wait()
                         pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
                         continue
@@ -91,11 +92,14 @@ def serve(
             except (BrokerError, WireError) as error:  # an outage, damage, or another merger that serves now
                 # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in
                 # flight.
-                merger.epoch = 0
+                merger.epoch, outage = 0, error.what if is_outage(error) else ""
                 pause(troubles.seconds(error))
         if merger.epoch:
             last = merger.manifest.described(merger.state.closed)
-            _leave(merger, "the run is finished" if is_over else f"it was stopped after {last}", pause)
+            outage = _leave(merger, "the run is finished" if is_over else f"it was stopped after {last}", pause)
+        if outage and merger.lacks_checkpoint():
+            what = "leaves without a last checkpoint, so only Redis has the newest rounds: %s"
+            log.warning(what, outage, extra={"code": "checkpoint.not-last"})
         return is_over
     finally:
         standing.end()
@@ -132,12 +136,15 @@ class Troubles:
         self._last, self._faults = "", 0
 
 
-def _leave(merger: Merger, why: str, pause: Callable[[float], None]) -> None:
+def _leave(merger: Merger, why: str, pause: Callable[[float], None]) -> str:
+    """Take a last checkpoint and release the lease. Return the outage that kept it from that, if there was one."""
     try:
         merger.finish(pause)
         _release(merger, why)
     except BrokerError as error:
         log.info("cannot release the lease, which will expire: %s", error.what)
+        return error.what if is_outage(error) else ""
+    return ""
 
 
 def _release(merger: Merger, why: str) -> None:

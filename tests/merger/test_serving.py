@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.keys import is_name
 from archipelago.merger import serving
@@ -21,7 +21,7 @@ from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.serving import has_ended_here, merger_name, numbering, serve
 from archipelago.merger.state import RunState
 from tests.conftest import Until
-from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant
+from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant, logged_codes
 
 # -- outages -------------------------------------------------------------------------------------------------------
 
@@ -95,6 +95,26 @@ def test_a_standby_is_listed_until_it_takes_over_when_the_lease_runs_out(caplog:
     turns = iter([False, False, True])
     serve(run.idle_merger("fourth", transport=run.faulty()), lambda: next(turns), lambda seconds: None)
     assert run.transport.reader.standbys() == [], "a standby that is stopped leaves the list"
+
+
+@pytest.mark.parametrize(
+    ("is_away", "turns", "codes"),
+    [(True, 0, ["checkpoint.not-last"]), (True, 2, ["broker.unreachable", "checkpoint.not-last"]), (False, 0, [])],
+)
+def test_a_merger_that_ends_in_an_outage_says_that_it_takes_no_last_checkpoint(
+    is_away: bool, turns: int, codes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, left = MergerRun(), iter(range(turns, -1, -1))
+    run.live("a")
+    run.send("a", 1, constant(1.0))
+
+    def fail(name: str, *_: object) -> None:
+        if is_away and run.merged():
+            raise UnreachableError("it is away")
+
+    merger = run.idle_merger(transport=run.faulty(before=fail), store=Shelf())
+    serve(merger, lambda: bool(run.merged()) and next(left) == 0, lambda seconds: None)
+    assert logged_codes(caplog) == codes
 
 
 # -- the end of a run ------------------------------------------------------------------------------------------------
