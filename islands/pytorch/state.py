@@ -233,12 +233,14 @@ def _step_without_gradients(optimizer: Any) -> None:
 def _undoes_changes(optimizer: Any) -> bool:
     """Return whether a step takes a parameter back to its value at the step before.
 
-    The parameter is the largest of those with the narrowest dtype, of which master weights are copies.
+    The parameter is the one of which this process holds most, among those with the narrowest dtype, of which master
+    weights are copies.
     """
-    every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    trained = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
+    every = [own_piece(each.detach()) for each in trained]
     if not every:
         return False
-    own = own_piece(max(every, key=lambda each: (-each.dtype.itemsize, each.numel())).detach())
+    own = max(every, key=lambda own: (-own.dtype.itemsize, own.numel()))
     before = own.clone()
     try:
         changed = own.add_(1.0).clone()

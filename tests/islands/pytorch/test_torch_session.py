@@ -221,6 +221,21 @@ def test_an_optimiser_that_undoes_merges_is_refused(dtype: str) -> None:
             np.testing.assert_array_equal(as_float32(one), as_float32(other))
 
 
+def test_an_optimiser_is_refused_where_this_process_holds_nothing_of_the_largest_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FSDP2 splits the first dimension, which may be shorter than there are processes."""
+    model = module()
+    largest = max(model.parameters(), key=torch.numel).shape
+
+    def own_piece(tensor: Any) -> Any:
+        return tensor[:0] if tensor.shape == largest else tensor
+
+    monkeypatch.setattr("archipelago.islands.pytorch.state.own_piece", own_piece)
+    with failing(ConfigError, "loop.argument"):
+        OptimizerState([Mastered(model.parameters(), lr=0.1)], dict(model.named_parameters())).rehearse()
+
+
 def test_a_rehearsal_that_fails_keeps_gradients_and_gives_no_state() -> None:
     model = module()
     for parameter in model.parameters():
