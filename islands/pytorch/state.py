@@ -103,7 +103,7 @@ class OptimizerState:
         """Find out which state the optimisers keep. Call this before the run's parameters are placed.
 
         Gradients, options and attributes of the optimisers are afterwards as they were, but for what attributes hold.
-        Hooks of the optimisers see the steps.
+        Their hooks do not see the steps: they may drive a schedule.
 
         Raises:
             ConfigError: An optimiser that has no state yet writes over what a merge has changed (`loop.argument`).
@@ -113,6 +113,7 @@ class OptimizerState:
         undoing = None
         try:
             for optimizer, _ in fresh:
+                vars(optimizer).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
                 _step_without_gradients(optimizer)
             self.entries = tuple(self._found())
             undoing = next((optimizer for optimizer, _ in fresh if _undoes_changes(optimizer)), None)

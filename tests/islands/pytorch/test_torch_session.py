@@ -179,7 +179,9 @@ class Lazy(torch.optim.SGD):  # type: ignore[name-defined, misc]
 
 def test_a_rehearsal_is_not_the_first_step_of_an_optimiser() -> None:
     model = module()
-    optimizer = Lazy(model.parameters(), lr=0.1)
+    optimizer, hooked = Lazy(model.parameters(), lr=0.1), list[str]()
+    optimizer.register_step_pre_hook(lambda *_: hooked.append("before"))
+    optimizer.register_step_post_hook(lambda *_: hooked.append("after"))
     states, groups = optimizer.state, optimizer.param_groups
     state = OptimizerState([optimizer], dict(model.named_parameters()))
     state.rehearse()
@@ -188,6 +190,7 @@ def test_a_rehearsal_is_not_the_first_step_of_an_optimiser() -> None:
     assert optimizer.param_groups is groups
     optimizer.step()
     assert [each["steps"] for each in optimizer.state.values()] == [1] * 6
+    assert hooked == ["before", "after"], "of that step alone"
 
 
 class Mastered(torch.optim.SGD):  # type: ignore[name-defined, misc]
