@@ -128,14 +128,14 @@ class Leading:
     def __init__(self, primary: ReaderClient, parts: Parts) -> None:
         self.announced = 0
         self._primary, self._parts = primary, parts
-        self._number = 0  # the last checkpoint that this merger has begun
+        self._number = 0  # the last checkpoint that this merger has begun since it has loaded
         self._has_warned = False
         self._began_at: float | None = None  # while parts of it may be missing
         self._look_at = float("-inf")
 
     def start(self) -> None:
         """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
-        self._began_at = None
+        self._began_at, self._number = None, 0  # another process may have deleted it, for newer ones
         newest = _newest_marker(self._primary, START)[1]
         self.announced = max(self.announced, newest.number if newest else 0)
 

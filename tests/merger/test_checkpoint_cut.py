@@ -33,6 +33,7 @@ from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing
+from tests.harness.merger_run import logged_codes
 
 
 class Shard:
@@ -166,6 +167,17 @@ def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
             now += 0.5
         waits.append(now - began)
     assert waits == [PATIENCE, PATIENCE], "the wait ends, although parts are missing"
+
+
+def test_a_checkpoint_of_an_earlier_time_is_not_looked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Another process has served the shard since, and kept only newer ones."""
+    leader = leading(parts_of([Shard()]))
+    leader.begin(1, 0.0)
+    leader.start()
+    leader.begin(9, 0.0)
+    assert logged_codes(caplog) == []
+    leader.begin(10, 0.0)
+    assert logged_codes(caplog) == ["checkpoint.incomplete"]
 
 
 def test_a_number_that_was_announced_is_not_used_again() -> None:
