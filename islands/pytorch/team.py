@@ -53,8 +53,9 @@ class ProcessTeam(Team):
             ConfigError: The processes make different calls (`loop.not-together`).
         """
         self.ranks = ranks_of(mesh, group)
-        self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        with self.waiting():
+            self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self.leaves_together = mesh is not None
         self.require_together(call)
         self._group = group  # for tensors of the model's device

@@ -12,7 +12,8 @@ import json
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -109,7 +110,8 @@ class Team(ABC):
     def is_same(self, text: str) -> bool:
         """Return whether all processes call this with the same text."""
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:3])
-        numbers = self._sum([number if rank == self.rank else 0 for rank in range(self.size)])
+        with self.waiting():
+            numbers = self._sum([number if rank == self.rank else 0 for rank in range(self.size)])
         return set(numbers) == {number}
 
     def require_together(self, call: str) -> None:
@@ -132,13 +134,18 @@ class Team(ABC):
             self._told = self._sums(Said(work=work, about=about, **numbers))
 
     def _sums(self, said: Said) -> Said:
-        """Return the sum of what all processes say. Say so in the log if the others keep the leader waiting."""
+        with self.waiting():
+            return Said(*self._sum(said))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say so in the log if the others keep the leader waiting."""
         late = threading.Timer(LATE_SECONDS, _tell_of_others)
         late.daemon = True
         if self.leads:
             late.start()
         try:
-            return Said(*self._sum(said))
+            yield
         finally:
             late.cancel()
 

@@ -54,10 +54,10 @@ def test_a_leader_says_when_the_others_do_not_come(
 ) -> None:
     monkeypatch.setattr(protocol, "LATE_SECONDS", 0.01)
     team = Alone(lambda: until(lambda: caplog.records, "a warning"))
-    team.exchange(Said())
-    caplog.clear()
-    team.tell(Work.ADOPT)
-    assert [getattr(record, "code", "") for record in caplog.records] == ["loop.waits"]
+    for call in (lambda: team.is_same("join"), lambda: team.exchange(Said()), lambda: team.tell(Work.ADOPT)):
+        caplog.clear()
+        call()
+        assert [getattr(record, "code", "") for record in caplog.records] == ["loop.waits"]
 
 
 class Leader(Leading, JoinedRun):
