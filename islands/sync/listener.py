@@ -18,9 +18,8 @@ from archipelago.broker.shards.transport import shards_of, whole
 from archipelago.broker.transport import IslandTransport, Transport
 from archipelago.islands.sync.connection.downloads import Arrival, require_same_run
 from archipelago.islands.sync.connection.inbox import Inbox
-from archipelago.islands.sync.connection.link import BLOCK_SECONDS
+from archipelago.islands.sync.connection.link import BLOCK_SECONDS, Pump, Pumps
 from archipelago.islands.sync.connection.outbox import Outbox
-from archipelago.islands.sync.connection.pumps import Pump, Pumps
 from archipelago.islands.sync.leaving import lacking
 from archipelago.islands.sync.measures import Uplink
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from archipelago.islands.sync.connection import link as link_module
-from archipelago.islands.sync.connection import pumps
+from archipelago.islands.sync.connection import link
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness
 
@@ -15,9 +14,9 @@ from tests.islands.sync.connection.link_run import Harness
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     """Return a harness of the sample run, whose pumps wait for moments only."""
-    monkeypatch.setattr(pumps, "RETRY_SECONDS", (0.001, 0.002))
-    monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
-    monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(link, "RETRY_SECONDS", (0.001, 0.002))
+    monkeypatch.setattr(link, "BLOCK_SECONDS", 0.01)
+    monkeypatch.setattr(link, "HEARTBEAT_SECONDS", 0.01)
     manifest = samples.manifest()
     made = Harness(manifest, samples.first_snapshots(manifest))
     yield made

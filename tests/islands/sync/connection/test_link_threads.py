@@ -14,8 +14,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.shards.reader import ShardedReader
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
+from archipelago.islands.sync.connection.link import REFUSALS_MAX, REFUSED, Link, Pump, Pumps
 from archipelago.islands.sync.leaving import leave, leave_cleanly
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
