@@ -10,20 +10,15 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from archipelago.broker.errors import ConfigError
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 _CPUINFO = Path("/proc/cpuinfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -152,32 +147,6 @@ def install_hint(extra: str = "") -> str:
     """Return the sentence that says how to install Archipelago, also with an extra. No index has the distribution."""
     wanted = f"'.[{extra}]'" if extra else "."
     return f"In your checkout of Archipelago, run: pip install {wanted}"
-
-
-# -- threads ----------------------------------------------------------------------------------------------------------
-
-#: More threads decode no faster: memory is as fast as some cores.
-THREADS_MAX = 4
-
-
-def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """Return what `work` makes of each item, in their order, by threads that all callers share.
-
-    It pays where numpy does the work, without Python's lock. Work must not call this again.
-    """
-    if len(items) > 1:
-        with suppress(RuntimeError):  # the interpreter ends, and its threads take nothing more
-            return _threads().map(work, items)
-    return map(work, items)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(THREADS_MAX, usable_cores()), "pieces")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of the threads
 
 
 # -- malloc -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,11 @@ The newest published parameters of a fragment are its newest full snapshot, and 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -19,7 +24,7 @@ import zstandard
 
 from archipelago.broker.codecs import PIECE, Vector, codec, empty_vector
 from archipelago.broker.errors import WireError
-from archipelago.broker.machine import map_in_threads
+from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 
@@ -34,6 +39,8 @@ SIGNED_DIGITS = 64
 _PREFIX = len(MAGIC) + 2
 #: How often the newest version is read again because a newer full snapshot has replaced differences meanwhile.
 TRIES = 4
+#: More threads decode no faster: memory is as fast as some cores.
+THREADS_MAX = 4
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -93,9 +100,29 @@ def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector |
     def is_finite(start: int) -> bool:
         return bool(np.isfinite(chosen.decode_piece(body, start, base_N, values_N)).all())
 
-    if not all(map_in_threads(is_finite, range(0, elements, PIECE))):
+    if not all(in_threads(is_finite, range(0, elements, PIECE))):
         raise WireError("NaN or infinity among the values", code="wire.not-finite")
     return values_N
+
+
+def in_threads(work: Callable[[int], bool], items: Sequence[int]) -> Iterator[bool]:
+    """Return what `work` makes of each item, in their order, by threads that all callers share.
+
+    It pays where numpy does the work, without Python's lock. Work must not call this again.
+    """
+    if len(items) > 1:
+        with suppress(RuntimeError):  # the interpreter ends, and its threads take nothing more
+            return _threads().map(work, items)
+    return map(work, items)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(THREADS_MAX, usable_cores()), "pieces")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of the threads
 
 
 class Body(NamedTuple):

@@ -53,39 +53,3 @@ def test_a_zombie_has_ended(until: Until) -> None:
         assert not machine.has_ended(process.pid)
         process.kill()
         until(lambda: machine.has_ended(process.pid), "the end of the process")
-
-
-FORKING = """
-import os
-from archipelago.broker.machine import map_in_threads
-
-print(*map_in_threads(str, [1, 2, 3]), flush=True)
-if (child := os.fork()) == 0:
-    print(*map_in_threads(str, [4, 5]), flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-"""
-
-
-def test_threads_share_work_in_a_forked_process_too() -> None:
-    """JAX, which other tests load, does not allow a fork."""
-    done = subprocess.run([sys.executable, "-P", "-c", FORKING], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout == "1 2 3\n4 5\n"
-
-
-ENDING = """
-import threading, time
-from archipelago.broker.machine import map_in_threads
-
-def late():
-    threading.main_thread().join()
-    print(*map_in_threads(str, [1, 2, 3]))
-
-threading.Thread(target=late).start()
-"""
-
-
-def test_threads_share_no_work_when_the_interpreter_ends() -> None:
-    """An island may train in a thread that outlives the main one."""
-    done = subprocess.run([sys.executable, "-P", "-c", ENDING], capture_output=True, text=True, timeout=30, check=True)
-    assert (done.stdout, done.stderr) == ("1 2 3\n", "")

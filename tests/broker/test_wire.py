@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import msgpack
@@ -314,3 +316,39 @@ def test_a_mutated_payload_gives_an_error_or_a_finite_vector(data: st.DataObject
             | st.just(bytes(payload[start:end][::-1]))
         )
     judged(bytes(payload))
+
+
+FORKING = """
+import os
+from archipelago.broker.wire import in_threads
+
+print(*in_threads(str, [1, 2, 3]), flush=True)
+if (child := os.fork()) == 0:
+    print(*in_threads(str, [4, 5]), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_threads_share_work_in_a_forked_process_too() -> None:
+    """JAX, which other tests load, does not allow a fork."""
+    done = subprocess.run([sys.executable, "-P", "-c", FORKING], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "1 2 3\n4 5\n"
+
+
+ENDING = """
+import threading, time
+from archipelago.broker.wire import in_threads
+
+def late():
+    threading.main_thread().join()
+    print(*in_threads(str, [1, 2, 3]))
+
+threading.Thread(target=late).start()
+"""
+
+
+def test_threads_share_no_work_when_the_interpreter_ends() -> None:
+    """An island may train in a thread that outlives the main one."""
+    done = subprocess.run([sys.executable, "-P", "-c", ENDING], capture_output=True, text=True, timeout=30, check=True)
+    assert (done.stdout, done.stderr) == ("1 2 3\n", "")
