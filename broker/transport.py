@@ -57,14 +57,11 @@ class Memory:
         used: What the server uses.
         limit: What it may use; 0 if there is no limit, or if it is unknown.
         machine: The memory of its machine; 0 if it is unknown.
-        refuses_writes: By which code and why the server refuses writes, and what to do; empty if it takes them, or if
-            that is unknown.
     """
 
     used: int
     limit: int
     machine: int = 0
-    refuses_writes: tuple[str, ...] = ()
 
     @property
     def most(self) -> int:
@@ -205,6 +202,9 @@ class ReaderClient(Protocol):
 
     def memory(self) -> Memory:
         """Return how much memory the broker uses."""
+
+    def refuses_writes(self) -> tuple[str, ...]:
+        """Return by which code and why the broker refuses writes, and what to do; empty if it takes them."""
 
     def merger_state(self) -> str:
         """Return the merger's state at the last commit as JSON; empty before the first one."""

@@ -197,6 +197,9 @@ class MemoryReader:
         with self._broker.opened(self._run) as run:
             return Memory(sum(len(entry.payload) for entry in run.updates.values()), 0)
 
+    def refuses_writes(self) -> tuple[str, ...]:
+        return ()
+
     def merger_state(self) -> str:
         with self._broker.opened(self._run) as run:
             return run.state

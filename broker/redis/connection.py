@@ -152,10 +152,13 @@ class RedisConnection:
         return f"{server.get('run_id', '')} {replication.get('master_replid', '')}".strip()
 
     def memory(self) -> Memory:
-        """Return how much memory the server uses, its limit, the memory of its machine, and why it refuses writes."""
-        info = self.info("default")
-        used, limit, machine = (int(info.get(name, 0)) for name in ("used_memory", "maxmemory", "total_system_memory"))
-        return Memory(used, limit, machine, refused_writes(info))
+        """See `ReaderClient.memory`."""
+        info = self.info("memory")
+        return Memory(*(int(info.get(name, 0)) for name in ("used_memory", "maxmemory", "total_system_memory")))
+
+    def refuses_writes(self) -> tuple[str, ...]:
+        """See `ReaderClient.refuses_writes`."""
+        return refused_writes(self.info("default"))
 
     def warn_once(self, what: str, error: WireError) -> None:
         """Log that `what` cannot be read, once for each such text."""

@@ -75,6 +75,7 @@ class RedisReader:
         self._events = EventStream(connection)
         self.last_event, self.events, self.refusals = self._events.last, self._events.after, self._events.refusals
         self.instance, self.memory, self.cursors = connection.instance, connection.memory, connection.cursors
+        self.refuses_writes = connection.refuses_writes
         self.runs, self.manifest, self.uid = stored.names, stored.manifest, stored.uid
         self.backlog = updates.backlog
         self._beats = HeartbeatOrder(time.monotonic)

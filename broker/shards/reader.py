@@ -191,8 +191,10 @@ class ShardedReader:
             sum(memory.used for memory in found.values()),
             sum(limits) if all(limits) else 0,
             sum(memory.machine for memory in found.values()),
-            next(filter(None, (memory.refuses_writes for memory in found.values())), ()),
         )
+
+    def refuses_writes(self) -> tuple[str, ...]:
+        return next(filter(None, self._each(lambda reader: reader.refuses_writes()).values()), ())
 
     def merger_state(self) -> str:
         return combined_state(self._each(lambda reader: reader.merger_state()))

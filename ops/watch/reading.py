@@ -122,7 +122,6 @@ def summarise(
         pending=counters.pending,
         memory_bytes=memory.used if memory else 0,
         memory_limit_bytes=memory.limit if memory else 0,
-        refuses_writes=memory.refuses_writes if memory else (),
         shards=layout.fragments if manifest.shards > 1 else (),
         ended=tuple(k for k, each in shards.items() if max(made, each.step if each else 0) >= wanted),
         rounds_behind=sum(layout.rounds[k].between((each or tape[0]).round, rounds) for k, each in shards.items()),
@@ -287,6 +286,7 @@ class Watcher:
         view = replace(
             view,
             merger=status,
+            refuses_writes=reader.refuses_writes(),
             refused="" if status.holders else refusal(reader, notes=notes),
             unsaved=refusal(reader, UNSAVED, ("served", "checkpoint"), notes),
             uncopied=_uncopied(notes),

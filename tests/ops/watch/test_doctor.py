@@ -144,7 +144,7 @@ def test_a_server_that_refuses_writes_is_a_problem_with_the_remedy_of_its_cause(
         main._check_link(checkup, 0.01, checked)
         assert [each.code for each in checked.findings if each.level == "problem"] == ["broker.refused-replicas"]
         assert [each.code for each in judged(checkup.facts())] == ["role.no-replicas"], "without a measurement, too"
-        assert checkup._connection.memory().refuses_writes[0] == "broker.refused-replicas"
+        assert checkup._connection.refuses_writes()[0] == "broker.refused-replicas"
     finally:
         raw.config_set("min-replicas-to-write", 0)
 
