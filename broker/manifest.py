@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +25,6 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError, fault_in
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.messages import Name, adapter
-from archipelago.broker.shards.layout import SHARDS_MAX, Layout, OwnRounds, dealt
 
 TensorKind = Literal["embedding", "rest"]
 #: The format of what a run keeps in its broker. Checkpoints of earlier formats can be restored.
@@ -38,7 +38,8 @@ MODEL_CONFIG_MAX = 1 << 16
 OTHER_FORMAT = "config.format"
 #: Smaller payloads always use the run's codec, because most of their time is the round trip.
 SMALL_BYTES = 64 << 10
-_NATS_PER_BIT = math.log(2.0)
+#: More shards than this share one host badly, and each takes connections of every island.
+SHARDS_MAX = 64
 
 
 def installed_versions() -> dict[str, str]:
@@ -99,6 +100,89 @@ class Corpus(NamedTuple):
 
 #: The corpus of a run that knows nothing of its islands' data.
 NO_CORPUS = Corpus("", "", 0)
+
+
+# -- shards -----------------------------------------------------------------------------------------------------------
+# Fragments and rounds have the same numbers in all shards. A shard closes the rounds of its own fragments, in order.
+# Those of different shards close in any order.
+
+
+def dealt(sizes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
+    """Deal fragments out to shards of similar size: each fragment, largest first, goes to the lightest shard.
+
+    Args:
+        sizes: The elements of each fragment.
+        shards: The number of shards, at most that of the fragments.
+
+    Returns:
+        The fragments of each shard, in ascending order. No shard is empty.
+    """
+    hands: list[list[int]] = [[] for _ in range(shards)]
+    loads = [0] * shards
+    for fragment in sorted(range(len(sizes)), key=lambda p: (-sizes[p], p)):
+        lightest = min(range(shards), key=lambda k: (loads[k], len(hands[k]), k))
+        hands[lightest].append(fragment)
+        loads[lightest] += sizes[fragment]
+    return tuple(tuple(sorted(hand)) for hand in hands)
+
+
+@dataclass(frozen=True)
+class OwnRounds:
+    """The rounds of a run, or of one of its shards, in order. Arguments may be those of other shards. `count` is P."""
+
+    fragments: Sequence[int]
+    count: int
+
+    def until(self, number: int) -> int:
+        """Return how many of these rounds there are up to that one."""
+        cycles, fragment = divmod(number, self.count)
+        return cycles * len(self.fragments) + bisect_left(self.fragments, fragment)
+
+    def between(self, after: int, until: int) -> int:
+        """Return how many of these rounds there are after the first one, up to the second one."""
+        return self.until(until) - self.until(after)
+
+    def following(self, closed: int, count: int) -> list[int]:
+        """Return the `count` of these rounds after that one."""
+        first, mine = self.until(closed), self.fragments
+        places = (divmod(place, len(mine)) for place in range(first, first + count))
+        return [cycles * self.count + mine[own] + 1 for cycles, own in places]
+
+    def next(self, closed: int) -> int:
+        """Return the first of these rounds after that one."""
+        return self.following(closed, 1)[0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fragments of each shard, in ascending order. Together they are 0 … P − 1."""
+
+    fragments: tuple[tuple[int, ...], ...]
+
+    @property
+    def shards(self) -> int:
+        """The number of shards."""
+        return len(self.fragments)
+
+    @cached_property
+    def count(self) -> int:
+        return sum(map(len, self.fragments))
+
+    def count_without(self, shards: Collection[int]) -> int:
+        """Return the number of fragments of the other shards."""
+        return sum(len(mine) for shard, mine in enumerate(self.fragments) if shard not in shards)
+
+    @cached_property
+    def _shards(self) -> dict[int, int]:
+        return {p: shard for shard, mine in enumerate(self.fragments) for p in mine}
+
+    def shard_of(self, number: int) -> int:
+        """Return the shard that closes a round."""
+        return self._shards[(number - 1) % self.count]
+
+    @cached_property
+    def rounds(self) -> tuple[OwnRounds, ...]:
+        return tuple(OwnRounds(mine, self.count) for mine in self.fragments)
 
 
 @dataclass(frozen=True)
@@ -335,46 +419,3 @@ class Manifest:
                 "Copy the prepared corpus from the machine that created the run. Or prepare the same file on both "
                 "machines (`archipelago prepare FILE`), and create another run with its name as --data.corpus.",
             )
-
-
-@dataclass(frozen=True)
-class LossUnit:
-    """A unit of losses, and what a nat per token and a bit of an `Evaluation` are in it."""
-
-    name: str
-    per_nat: float
-    per_recorded_bit: float
-
-    def from_nats(self, nats: float) -> float:
-        """Convert a training loss from nats per token."""
-        return nats * self.per_nat
-
-    def recorded(self, nats: float) -> float:
-        """Convert a held-out loss in nats per token to the bits of an `Evaluation`."""
-        return self.from_nats(nats) / self.per_recorded_bit
-
-    def from_evaluation(self, bits: float) -> float:
-        """Convert a held-out loss from the bits of an `Evaluation`."""
-        return bits * self.per_recorded_bit
-
-
-def shortened(name: str) -> str:
-    """Return the name of a unit for narrow places, such as `bits/byte`."""
-    return name.replace(" per ", "/")
-
-
-def rounded(value: float, digits: int = 4) -> str:
-    """Format a number with that many decimals. With 3 or more, a number below 0.1 has 3 significant digits instead."""
-    return f"{value:#.3g}" if digits > 2 and 0 < abs(value) < 0.1 else f"{value:,.{digits}f}"
-
-
-def loss_unit(corpus: Corpus) -> LossUnit:
-    """Return the unit for the losses of runs on this corpus.
-
-    With a tokenizer, the training loss is divided by the mean number of bytes per token of the whole corpus. An
-    evaluation has been divided by that of the held-out text already.
-    """
-    if not corpus.name:  # scripts and tasks of the users give a loss of any kind
-        return LossUnit("loss units", 1.0, _NATS_PER_BIT)
-    bytes_per_token = corpus.bytes / corpus.tokens if corpus.tokens else 1.0
-    return LossUnit("bits per byte", 1.0 / _NATS_PER_BIT / bytes_per_token, 1.0)

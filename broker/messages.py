@@ -299,7 +299,7 @@ class Evaluation:
     Attributes:
         tokens: Tokens merged until then, each counted once.
         unix_seconds: When, by the clock of the Redis.
-        bits_per_byte: The loss. Of a task or a script, it is in bits instead of nats (`broker.manifest` converts it).
+        bits_per_byte: The loss. Of a task or a script, it is in bits instead of nats, as `LossUnit` converts it.
         by: The island that evaluated; empty if `up` measured the end of the run.
     """
 

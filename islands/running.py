@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.files import make_untracked
-from archipelago.broker.manifest import Manifest, loss_unit
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.broker.observe.probes import Health
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, print_json

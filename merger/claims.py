@@ -21,10 +21,9 @@ from statistics import median_high
 from typing import NamedTuple
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig, SyncConfig
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import Manifest, OwnRounds
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import ReadPosition
-from archipelago.broker.shards.layout import OwnRounds
 from archipelago.merger.scores import Score
 
 #: An island counts until this many rounds have closed without it.

@@ -15,9 +15,9 @@ from typing import Literal
 from archipelago.broker.errors import UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.machine import keep_freed_memory
-from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.observe.losses import LossUnit, loss_unit
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.observe.options import ProbeOptions, WorkerOptions
 from archipelago.broker.observe.probes import Health

@@ -8,9 +8,8 @@ from typing import Protocol, TypeVar, cast
 
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import SHARDS_MAX, Manifest
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.broker.shards.reader import DisplayReader, ShardedReader
 from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
 

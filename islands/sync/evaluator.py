@@ -21,9 +21,10 @@ from typing import Final, NamedTuple, TypeVar
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.manifest import LossUnit, Manifest, loss_unit, rounded
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Snapshot
 from archipelago.broker.observe.curves import CurveWriter
+from archipelago.broker.observe.losses import LossUnit, loss_unit, rounded
 from archipelago.broker.transport import IslandTransport, ReaderTransport
 from archipelago.broker.wire import newest
 from archipelago.islands.sync.connection.downloads import Arrival

@@ -15,8 +15,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from archipelago.broker.manifest import Layout, OwnRounds
 from archipelago.broker.messages import Call, Event, Refusal, Snapshot
-from archipelago.broker.shards.layout import Layout, OwnRounds
 
 #: While a merger serves, the schedule may be at least this many steps ahead of the last merge: a round trip takes time.
 AHEAD_STEPS_MIN = 64

@@ -12,8 +12,8 @@ from typing import Any
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import MEASURE_MAX
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.evaluator import TICK_SECONDS, Evaluator, Measures
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from rich.table import Table
 
 from archipelago.broker.files import make_untracked
-from archipelago.broker.manifest import rounded
+from archipelago.broker.observe.losses import rounded
 from archipelago.broker.process import finite, print_json
 from archipelago.ops.bench.provenance import provenance
 from archipelago.ops.settings import say, table_console

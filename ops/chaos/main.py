@@ -21,11 +21,11 @@ from archipelago.broker.commits import START
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import BrokerError, ConfigError, require_number
 from archipelago.broker.files import make_untracked
-from archipelago.broker.manifest import loss_unit
+from archipelago.broker.manifest import SHARDS_MAX
 from archipelago.broker.messages import Refusal, TapeEntry
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.broker.process import keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.chaos import schedule as schedules

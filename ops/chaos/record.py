@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from archipelago.broker.manifest import Layout
 from archipelago.broker.messages import Counters, TapeEntry
-from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.simulation.failures import covered
 

@@ -19,7 +19,8 @@ from archipelago.broker.config import RunConfig, differing, flat
 from archipelago.broker.control import STEPS, island_field
 from archipelago.broker.errors import ArchipelagoError, UnknownRunError
 from archipelago.broker.machine import require_extra
-from archipelago.broker.manifest import Manifest, loss_unit
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.broker.process import finite
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.advice import grouped, verdict

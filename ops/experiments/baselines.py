@@ -22,7 +22,7 @@ import tyro
 
 from archipelago.broker.config import RunConfig, from_toml
 from archipelago.broker.files import write_atomically
-from archipelago.broker.manifest import loss_unit, rounded
+from archipelago.broker.observe.losses import loss_unit, rounded
 from archipelago.broker.process import guarded, keep_compiled
 from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.evaluation import CorpusEvaluation

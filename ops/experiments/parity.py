@@ -25,7 +25,7 @@ import tyro
 from archipelago.broker.config import InnerConfig, RunConfig, checked, flat
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
-from archipelago.broker.manifest import LossUnit, loss_unit, rounded
+from archipelago.broker.observe.losses import LossUnit, loss_unit, rounded
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish

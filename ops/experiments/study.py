@@ -42,7 +42,7 @@ import tyro
 from archipelago.broker.config import flat
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import write_atomically
-from archipelago.broker.manifest import rounded
+from archipelago.broker.observe.losses import rounded
 from archipelago.broker.process import finite, keep_compiled, print_json
 from archipelago.ops.bench.output import table
 from archipelago.ops.experiments.trial import OWN, Record, Trial, TrialRow, grouped, key_of, measure

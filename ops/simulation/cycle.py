@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import footprint, has_momentum, merger_parts, redis_parts
-from archipelago.broker.manifest import Manifest, Tensor, balanced
-from archipelago.broker.shards.layout import SHARDS_MAX, dealt
+from archipelago.broker.manifest import SHARDS_MAX, Manifest, Tensor, balanced, dealt
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.weights import cycle_work, spectra_bytes

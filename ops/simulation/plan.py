@@ -13,10 +13,9 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, MergeConfig, ModelConfig, RunConfig, checked
 from archipelago.broker.errors import ConfigError, require_number
-from archipelago.broker.manifest import Tensor
+from archipelago.broker.manifest import SHARDS_MAX, Tensor
 from archipelago.broker.observe.merge_load import few_syncs
 from archipelago.broker.process import print_json
-from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.settings import flags, say
 from archipelago.ops.simulation.cycle import (
     LADDER,

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Literal
 
 from archipelago.broker.control import EXPEL, IN_WORDS
-from archipelago.broker.manifest import loss_unit, rounded
 from archipelago.broker.messages import TapeEntry
+from archipelago.broker.observe.losses import loss_unit, rounded
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, MergeLoad, merge_load
 from archipelago.broker.shards.reader import numbered
 from archipelago.broker.transport import MEMORY_SHARE_MAX

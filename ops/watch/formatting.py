@@ -7,7 +7,7 @@ import time
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
-from archipelago.broker.manifest import rounded
+from archipelago.broker.observe.losses import rounded
 
 if TYPE_CHECKING:  # Importing rich takes a noticeable part of a verb's start.
     from rich.table import Table

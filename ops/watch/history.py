@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+from archipelago.broker.manifest import Layout
 from archipelago.broker.messages import UNCOPIED, UNSAVED, Note, Refusal, TapeEntry
-from archipelago.broker.shards.layout import Layout
 
 #: The newest rounds, which say who participates.
 RECENT_ROUNDS = 48

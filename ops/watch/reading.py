@@ -19,7 +19,7 @@ from typing import Any
 
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
-from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COPIED,
     UNCOPIED,
@@ -31,6 +31,7 @@ from archipelago.broker.messages import (
     RoundMember,
     TapeEntry,
 )
+from archipelago.broker.observe.losses import LossUnit, loss_unit
 from archipelago.broker.presence import Presence
 from archipelago.broker.process import up_command
 from archipelago.broker.shards.reader import count_in, merged_tokens, parsed_state, summed

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.manifest import loss_unit, rounded
+from archipelago.broker.observe.losses import loss_unit, rounded
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.process import finite, print_json
 from archipelago.broker.redis.keys import checked_name

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError, few_of
-from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
+from archipelago.broker.observe.losses import shortened
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.ops.dashboard.page_data import plain

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from archipelago.broker.config import OWN_MODEL, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
-from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced, loss_unit, shortened
+from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced
+from archipelago.broker.observe.losses import loss_unit, shortened
 from tests import samples
 from tests.failing import failing
 

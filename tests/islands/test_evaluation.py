@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from archipelago.broker.config import DataConfig
-from archipelago.broker.manifest import NO_CORPUS, loss_unit
+from archipelago.broker.manifest import NO_CORPUS
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.islands.data.batches import held_out
 from archipelago.islands.data.corpus import OpenCorpus, Splits
 from archipelago.islands.evaluation import (

@@ -15,9 +15,9 @@ from archipelago.broker.config import (
     RunConfig,
     SyncConfig,
 )
+from archipelago.broker.manifest import OwnRounds
 from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Presence
-from archipelago.broker.shards.layout import OwnRounds
 from archipelago.merger import claims
 from archipelago.merger.claims import SILENT_ROUNDS, Account
 from archipelago.merger.rounds import (

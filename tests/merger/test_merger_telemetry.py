@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import RoundMember, TapeEntry
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.broker.observe.merge_load import merge_load
 from archipelago.merger import spectra
 from archipelago.merger.main import values

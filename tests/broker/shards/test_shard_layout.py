@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.shards.layout import Layout, dealt
+from archipelago.broker.manifest import Layout, dealt
 from tests.tiers import examples
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=12)

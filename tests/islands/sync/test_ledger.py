@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from archipelago.broker.manifest import Layout
 from archipelago.broker.messages import Call, Refusal, Snapshot
-from archipelago.broker.shards.layout import Layout
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN, Ledger
 
 #: Tokens of one step.

@@ -10,7 +10,7 @@ import pytest
 import archipelago
 from archipelago import SyncConfig
 from archipelago.broker.errors import BrokerError, ConfigError
-from archipelago.broker.manifest import loss_unit
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.pytorch.module import ModuleParameters
 from tests import pytorch

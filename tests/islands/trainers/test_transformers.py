@@ -12,7 +12,7 @@ import pytest
 import archipelago
 from archipelago import SyncConfig
 from archipelago.broker.errors import BrokerError, ConfigError, MismatchError, UnknownRunError, UnreachableError
-from archipelago.broker.manifest import loss_unit
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.broker.redis.transport import connect
 from tests import pytorch
 from tests.failing import failing

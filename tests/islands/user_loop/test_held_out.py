@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.errors import ConfigError, UnreachableError
-from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Evaluation
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.sync import evaluator

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from archipelago.broker.manifest import Layout
 from archipelago.broker.messages import Counters, RoundMember, TapeEntry
 from archipelago.broker.process import finite
-from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.figures import figures, headlines, merged_steps, rejoins, shares, write
 from archipelago.ops.chaos.main import own_step_seconds
 from archipelago.ops.chaos.record import LoggedTurn, ProcessEvent, Span, StormRecord, checks, timelines

@@ -15,7 +15,8 @@ import pytest
 
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import NO_CORPUS, loss_unit
+from archipelago.broker.manifest import NO_CORPUS
+from archipelago.broker.observe.losses import loss_unit
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import begin

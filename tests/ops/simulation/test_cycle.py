@@ -11,8 +11,7 @@ import pytest
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, WireConfig
 from archipelago.broker.footprint import MERGER_BASE, footprint, merger_parts, redis_parts
-from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor
-from archipelago.broker.shards.layout import SHARDS_MAX
+from archipelago.broker.manifest import NO_CORPUS, SHARDS_MAX, Manifest, Tensor
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.islands.models.registry import build
 from archipelago.merger.spectra import default_threads

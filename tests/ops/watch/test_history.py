@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from archipelago.broker.manifest import Layout
 from archipelago.broker.messages import RoundMember, TapeEntry
-from archipelago.broker.shards.layout import Layout
 from archipelago.merger.admission import reason_to_refuse
 from archipelago.ops.watch.history import (
     DETAIL_ROUNDS,
