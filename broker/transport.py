@@ -218,8 +218,8 @@ class ReaderClient(Protocol):
         Notes, evaluations and the tape have the times of the broker's clock, because those of machines may be wrong.
         """
 
-    def merger_status(self) -> MergerStatus | None:
-        """Return which merger serves the run now; None from a broker that does not record it, as in virtual time."""
+    def merger_status(self) -> MergerStatus:
+        """Return which merger serves the run now."""
 
     def standbys(self) -> list[Standby]:
         """Return the mergers that wait for the lease, by name."""

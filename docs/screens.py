@@ -28,7 +28,7 @@ from archipelago.broker.config import OWN_MODEL, InnerConfig, ModelConfig, RunCo
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.memory.transport import MemoryBroker, MemoryReader
 from archipelago.broker.messages import Evaluation, Note, TapeEntry
-from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.broker.transport import Memory
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import Boards
 from archipelago.ops.experiments.virtual_time import VirtualClock
@@ -45,7 +45,7 @@ DRAWN = "return document.querySelector('#runs tr') || document.querySelectorAll(
 
 
 class ServerReader(MemoryReader):
-    """A reader that also knows what only a server does: who merges, and how much memory is used. It may hang."""
+    """A reader that also knows what only a server does: how much memory is used. It may hang."""
 
     hangs = False
 
@@ -53,12 +53,6 @@ class ServerReader(MemoryReader):
         if self.hangs:
             threading.Event().wait()
         return super().tape(count)
-
-    def merger_status(self) -> MergerStatus:
-        now = self._broker.clock()
-        with self._broker.opened(self._run) as run:
-            (holder, until), last = run.lease, run.tape[-1].unix_seconds
-            return MergerStatus(holder if until > now else "", run.epoch[0], max(0.0, until - now), now - last)
 
     def memory(self) -> Memory:
         return Memory(21_000_000, 256_000_000)

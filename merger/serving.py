@@ -29,7 +29,7 @@ from archipelago.broker.errors import (
 )
 from archipelago.broker.machine import has_ended
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.transport import STANDBY_SECONDS, MergerStatus
+from archipelago.broker.transport import STANDBY_SECONDS
 from archipelago.merger.service import Merger
 
 RETRY_SECONDS = 0.5
@@ -200,8 +200,7 @@ class Standing:
         is_first, self._registered_at = self._registered_at is None, now
         try:
             if is_first:
-                status = merger.transport.reader.merger_status() or MergerStatus()
-                who = status.holder or "another one"
+                who = merger.transport.reader.merger_status().holder or "another one"
                 text = "standing by as %s: %s serves this run. This merger takes over when that one ends"
                 log.info(text, merger.holder, who)
             merger.transport.merger.stand_by(merger.holder)

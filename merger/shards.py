@@ -66,8 +66,6 @@ def seen(
         for standby in standbys:
             if standby.age_seconds < silent_seconds:
                 serving.setdefault(standby.name, 0)
-        if status is None:  # a broker in memory does not know
-            continue
         if status.holder:
             serving[status.holder] = serving.get(status.holder, 0) + 1
         else:

@@ -211,8 +211,12 @@ class MemoryReader:
     def clock_ahead(self) -> float:
         return 0.0
 
-    def merger_status(self) -> MergerStatus | None:
-        return None
+    def merger_status(self) -> MergerStatus:
+        now = self._broker.clock()
+        with self._broker.opened(self._run) as run:
+            holder, until = run.lease if run.is_served(now) else ("", now)
+            closed_at = (run.tape[-1].unix_seconds if run.tape else 0.0) or now  # 0: it was not recorded
+            return MergerStatus(holder, run.epoch[0], until - now, max(0.0, now - closed_at))
 
     def standbys(self) -> list[Standby]:
         now = self._broker.clock()

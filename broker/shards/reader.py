@@ -213,7 +213,7 @@ class ShardedReader:
                     return True
         return False
 
-    def merger_status(self) -> MergerStatus | None:
+    def merger_status(self) -> MergerStatus:
         found = self._each(lambda reader: reader.merger_status())
         away = MergerStatus(is_away=True)
         return combined_status([found.get(shard, away) for shard in range(len(self._readers))])
@@ -221,7 +221,7 @@ class ShardedReader:
     def standbys(self) -> list[Standby]:
         """Return the mergers that serve no shard and wait for one."""
         found = self._each(lambda reader: (reader.merger_status(), reader.standbys())).values()
-        serving = {status.holder for status, _ in found if status is not None}
+        serving = {status.holder for status, _ in found}
         waiting = {standby.name: standby for _, standbys in found for standby in standbys}
         return [waiting[name] for name in sorted(waiting) if name not in serving]
 
@@ -243,18 +243,15 @@ def combined_state(states: Mapping[int, str]) -> str:
     )
 
 
-def combined_status(statuses: Sequence[MergerStatus | None]) -> MergerStatus | None:
+def combined_status(statuses: Sequence[MergerStatus]) -> MergerStatus:
     """Return who serves the run: all mergers with their shards. The holder is empty while a shard is not served."""
-    if None in statuses:
-        return None
-    found = tuple(status for status in statuses if status is not None)
-    answered = [status for status in found if not status.is_away]
+    answered = [status for status in statuses if not status.is_away]
     combined = MergerStatus(
         "",
         max(status.epoch for status in answered),
         min(status.lease_seconds for status in answered),
         max(status.still_seconds for status in answered),
-        found,
+        tuple(statuses),
     )
     return combined if combined.unserved else replace(combined, holder=holders_in_words(combined))
 

@@ -194,8 +194,7 @@ class RunProcesses(FaultInjector):
         """Return whether that island has made a turn of its loop. Mergers are ready once every shard is served."""
         if name in self.plan.islands:
             return bool(read_turn_log(self.turn_log(name)))
-        status = self.transport.reader.merger_status()
-        return status is not None and bool(status.holder)
+        return bool(self.transport.reader.merger_status().holder)
 
     # -- running and ending -------------------------------------------------------------------------------------------
 

@@ -96,7 +96,6 @@ def living(transport: RedisTransport) -> list[str]:
     reader: ReaderClient = transport.reader
     with suppress(BrokerError, ConfigError):  # a run that is half deleted has no manifest
         reader = opened(transport)[1].reader
-    status = reader.merger_status()
-    out = [f"the merger {holder}" for holder in (status.holders if status else ())]
+    out = [f"the merger {holder}" for holder in reader.merger_status().holders]
     out += [f"the standby {standby.name}" for standby in reader.standbys()]
     return out + [f"the island {p.heartbeat.island}" for p in reader.presences() if p.is_live]

@@ -36,7 +36,7 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.process import up_command
 from archipelago.broker.shards.reader import count_in, merged_tokens, parsed_state, summed
 from archipelago.broker.shards.transport import opened, shards_away, whole
-from archipelago.broker.transport import Memory, MergerStatus, ReaderTransport, refusal
+from archipelago.broker.transport import Memory, ReaderTransport, refusal
 from archipelago.ops.watch.advice import Problem, problems, state_of
 from archipelago.ops.watch.history import RECENT_ROUNDS, Event, History, events_of, mean
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -279,7 +279,7 @@ class Watcher:
             self._evaluations, self._state = reader.evaluations(), reader.merger_state()
             self._refusals = [(at, each) for at, each in reader.refusals(REFUSALS_READ) if not each.repeat]
             self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
-        notes, status = reader.notes(EVENTS_READ), reader.merger_status() or MergerStatus()
+        notes, status = reader.notes(EVENTS_READ), reader.merger_status()
         view = summarise(
             self.manifest, tape[-RECENT_ROUNDS:], reader.presences(), reader.counters(), self._evaluations, self._state,
             reader.memory(), shards_away(self.transport), reader.control(),

@@ -108,7 +108,7 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     counters = page["counters"]
     assert (counters["published"], counters["merged"], counters["refused"], page["pending"]) == (3, 1, 1, 1)
     assert (counters["published_tokens"], page["tokens_pending"]) == (300, 50)
-    assert page["serving"] == "no merger serves the run", "this broker does not know its merger"
+    assert page["serving"] == "merger serves with epoch 1"
     assert ("b", "refused", "round 1: the digest is wrong") in {
         (event["who"], event["kind"], event["text"]) for event in page["events"]
     }

@@ -183,7 +183,7 @@ def test_each_problem_is_found() -> None:
 
 
 def shards(*each: MergerStatus) -> RunView:
-    return view(shards=((0,), (1,)), merger=combined_status(each) or MergerStatus())
+    return view(shards=((0,), (1,)), merger=combined_status(each))
 
 
 def test_a_shard_without_a_merger_or_at_a_standstill_is_named() -> None:
