@@ -20,7 +20,6 @@ import torch.distributed as dist
 from archipelago.broker.codecs import Vector
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.pytorch.codecs import CODECS
 from archipelago.islands.pytorch.joining import Joining, Loss, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters, chunks
 from archipelago.islands.pytorch.replica import TeamReplica
@@ -114,7 +113,7 @@ class Follower(Following):
             replica.references.clear()
             replica.write(self._parameters.named(), [None] * len(replica.layout))
         elif said.work == Work.MEASURE and replica is not None:
-            replica.measure(said.about, self._parameters.named(), list(CODECS)[said.codec])
+            replica.measure(said.about, self._parameters.named(), said.codec_name)
         elif said.work == Work.ADOPT and replica is not None:
             replica.adopt(said.about, self._parameters.named(), None)
         elif said.work == Work.GIVE_TENSOR:

@@ -114,7 +114,7 @@ class TeamReplica(TorchReplica):
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts. The references move everywhere."""
-        self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec or self.codec))
+        self._team.tell(Work.MEASURE, fragment, codec or self.codec)
         return super().measure(fragment, params, codec)
 
     def adopt(self, fragment: int, params: Tensors, new_N: Any) -> Tensors:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from archipelago.broker.codecs import CODECS, Parts, Vector
+from archipelago.broker.codecs import Parts, Vector
 from archipelago.islands.sync.adoption import Parameters
 from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.replica import Replica
@@ -46,7 +46,7 @@ class TeamReplica(Replica):
         self._team.settled(self.references)
 
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
-        self._team.tell(Work.MEASURE, fragment, codec=list(CODECS).index(codec or self.codec))
+        self._team.tell(Work.MEASURE, fragment, codec or self.codec)
         parts = super().measure(fragment, tensors, codec)
         self._team.settled(self.references[fragment])
         return parts
@@ -90,7 +90,7 @@ def do_together(said: Said, replica: Any, parameters: Parameters, state: LoopSta
         case Work.WARM_UP:
             replica.warm_up(parameters.named())
         case Work.MEASURE:
-            replica.measure(said.about, parameters.named(), list(CODECS)[said.codec])
+            replica.measure(said.about, parameters.named(), said.codec_name)
         case Work.ADOPT:
             parameters.replace(replica.adopt(said.about, parameters.named()))
         case Work.GIVE_STATE if state is not None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from archipelago.broker.codecs import CODECS
 from archipelago.broker.errors import ArchipelagoError, ConfigError, DivergedError, HostError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import FAILED, OUTAGE
@@ -58,7 +59,7 @@ class Said(NamedTuple):
         stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
         work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
         about: What the work is about: the number of a fragment or a tensor, or the size of a manifest.
-        codec: The place of a codec in the table of all.
+        codec: The place of a codec in the table of all (`codec_name`).
     """
 
     has_left: int = 0
@@ -69,6 +70,10 @@ class Said(NamedTuple):
     work: int = 0
     about: int = 0
     codec: int = 0
+
+    @property
+    def codec_name(self) -> str:
+        return list(CODECS)[self.codec]
 
 
 class Team(ABC):
@@ -128,10 +133,11 @@ class Team(ABC):
         heard = self._sums(said)
         return heard._replace(finished=heard.finished or bool(heard.stopping))  # 1 is `signalled`
 
-    def tell(self, work: Work, about: int = 0, **numbers: int) -> None:
+    def tell(self, work: Work, about: int = 0, codec: str = "", /, **numbers: int) -> None:
         """Say what all processes do now, if this one leads."""
         if self.leads and not self.is_alone:
-            self._told = self._sums(Said(work=work, about=about, **numbers))
+            place = list(CODECS).index(codec) if codec else 0
+            self._told = self._sums(Said(work=work, about=about, codec=place, **numbers))
 
     def _sums(self, said: Said) -> Said:
         with self.waiting():
