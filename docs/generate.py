@@ -39,10 +39,8 @@ CODES = f"""{WRITTEN}# Codes
 
 Errors end with their codes in brackets, and so do the [problems]({PROBLEMS}) that `status` and the page show and what
 `doctor` finds. A log names the codes of its lines with `--log-json`; after `refused.`, they may name another code of
-this page, such as `wire.payload`. Texts have names and numbers in place of `…`, and may say more.
-
-| code | seen in | what happened | what to do |
-| --- | --- | --- | --- |
+this page, such as `wire.payload`. Texts have names and numbers in place of `…`, and may say more. Each begins with where
+it is seen.
 """
 STUDIES = f"""{WRITTEN}# Tables of studies
 
@@ -268,7 +266,10 @@ def codes_page() -> str:
             remedy = refusal_remedy(f"{code} {said[-1]}")
         seen = [f"[status]({PROBLEMS}#{code})" if each == "status" else each for each in sorted({*where})]
         texts = [re.sub(r"…(?:[ .:]*…)+", "…", text).replace("<", "&lt;") for text in (said[-1], remedy)]
-        page += row(named(code), ", ".join(seen), *("as its text says" if text == "…" else text for text in texts))
+        happened, to_do = ["as its text says" if text == "…" else text for text in texts]
+        # A heading for each code is what a search of the site finds and leads to.
+        page += f'\n### <a id="{code}"></a>{code}\n\n*{", ".join(seen)}*: {happened}\n'
+        page += f"\n**What to do**: {to_do}\n" if to_do else ""
     return page
 
 
