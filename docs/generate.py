@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import math
 import re
 import subprocess
@@ -39,8 +40,8 @@ CODES = f"""{WRITTEN}# Codes
 
 Errors end with their codes in brackets, and so do the [problems]({PROBLEMS}) that `status` and the page show and what
 `doctor` finds. A log names the codes of its lines with `--log-json`; after `refused.`, they may name another code of
-this page, such as `wire.payload`. Texts have names and numbers in place of `…`, and may say more. Each begins with where
-it is seen.
+this page, such as `wire.payload`. Texts have names and numbers in place of `…`, and may say more. Each begins with
+where it is seen.
 """
 STUDIES = f"""{WRITTEN}# Tables of studies
 
@@ -144,10 +145,15 @@ def verbs_page() -> str:
         if "settings" in hints:
             page += "\nIt takes all [settings](settings.md), too, as flags such as `--sync.interval 24`.\n"
         page += "\n| option | default | meaning |\n| --- | --- | --- |\n"
-        for field in (each for each in dataclasses.fields(options) if each.name != "settings"):
+        # The verb's own options say most about it, so those that many verbs share come last.
+        own = inspect.get_annotations(options)
+        for field in sorted(dataclasses.fields(options), key=lambda each: each.name not in own):
+            if field.name == "settings":
+                continue
             flag = field.name.strip("_").replace("_", "-")
             is_positional = "Positional" in str(hints[field.name])
-            page += row(f"`{flag.upper() if is_positional else '--' + flag}`", default_of(field), told[field.name])
+            meaning = re.sub(r"\bdocs/(guide/([\w-]+)\.md(#[\w-]+)?)", r"[\2](../\1)", told[field.name])
+            page += row(f"`{flag.upper() if is_positional else '--' + flag}`", default_of(field), meaning)
         examples = examples_of(f"archipelago {words}").items()
         page += "".join(["\n```text\n", *(f"$ {line}\n    {what}\n" for line, what in examples), "```\n"])
     return page
