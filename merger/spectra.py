@@ -295,8 +295,8 @@ def default_threads() -> int:
 
 def in_rows(rows_of: Callable[[slice], Matrix], left_AK: Array, columns: int) -> Matrix:
     """Return all rows of a product of `left_AK` from what returns some of them. Threads share those of a large one."""
-    threads, rows = default_threads(), len(left_AK)
-    if threads == 1 or 2.0 * left_AK.size * columns < _LARGE:
+    rows = len(left_AK)
+    if 2.0 * left_AK.size * columns < _LARGE or (threads := default_threads()) == 1:
         return rows_of(slice(0, rows))
     ends = [rows * part // threads for part in range(threads + 1)]
     return np.concatenate(list(_row_threads(threads).map(rows_of, map(slice, ends, ends[1:]))))
@@ -336,11 +336,12 @@ class Spectra:
     ) -> None:
         self.seconds = 0.0
         self.between, self._clock, self._faster = between, clock, faster
+        self._threads = default_threads()
 
     def change(self, work: Work, matrices: Sequence[tuple[Matrix, float]]) -> None:
         """Call `work` with each matrix and its exponent, the most expensive first."""
         began = self._clock()
-        pool = ThreadPoolExecutor(default_threads(), "spectrum")
+        pool = ThreadPoolExecutor(self._threads, "spectrum")
         try:
             dearest = sorted(matrices, key=lambda each: -operations(each[0].shape, each[1]))
             running = {pool.submit(work, *each, self._power) for each in dearest}
