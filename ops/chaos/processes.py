@@ -209,16 +209,19 @@ class RunProcesses(FaultInjector):
         return self._turn_logs / f"{name}.jsonl"
 
     def is_well(self) -> bool:
-        """Return whether no fault is left, all islands train, and a round has closed since the last event."""
+        """Return whether no fault is left, and a round has closed and all islands have trained since the last event.
+
+        A script's heartbeats say that it trains as soon as it has joined, while it may compile its first step.
+        """
         if self.is_busy:
             return False
         try:
             newest = self.transport.reader.tape(1)
-            training = {p.heartbeat.island: p.heartbeat.pid for p in self.transport.reader.presences() if p.is_training}
         except BrokerError:
             return False
-        has_closed = bool(newest) and monotonic(newest[-1]) > max(event.at for event in self.events)
-        return has_closed and all(training.get(island.name) == island.pid for island in self.islands)
+        last = max(event.at for event in self.events)
+        turns = (read_turn_log(self.turn_log(island.name)) for island in self.islands)
+        return bool(newest) and monotonic(newest[-1]) > last and all(each and each[-1].at > last for each in turns)
 
     def end_faults(self) -> None:
         """Undo all active faults and start Redis and the merger again. Dead islands stay dead."""

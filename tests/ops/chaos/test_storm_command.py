@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,9 +19,10 @@ from archipelago.ops.chaos import baseline
 from archipelago.ops.chaos import main as chaos
 from archipelago.ops.chaos.figures import Figures
 from archipelago.ops.chaos.main import BROKEN, SCHEDULE, ChaosOptions, main
-from archipelago.ops.chaos.processes import StormPlan, parse_script, read_turn_log
-from archipelago.ops.chaos.record import StormRecord
+from archipelago.ops.chaos.processes import RunProcesses, StormPlan, parse_script, read_turn_log
+from archipelago.ops.chaos.record import ProcessEvent, StormRecord
 from archipelago.ops.chaos.schedule import from_text
+from tests import samples
 from tests.failing import failing
 from tests.harness.processes import Processes
 from tests.integration.conftest import corpus, corpus_folder, processes
@@ -256,6 +259,17 @@ def test_the_folder_of_a_storm_that_still_runs_is_left_alone(
 
     monkeypatch.setattr(chaos, "run_storm", begin_another)
     assert main(ChaosOptions(undisturbed=False)) == 0
+
+
+def test_a_storm_waits_until_each_island_has_made_a_turn(tmp_path: Path) -> None:
+    began, log = time.monotonic() - 9.0, tmp_path / "a.jsonl"
+    entry = replace(samples.commit([]).tape, unix_seconds=time.time())
+    processes = Mock(is_busy=False, events=[ProcessEvent(began, "a", "start")], turn_log=lambda name: log)
+    processes.islands, processes.transport.reader.tape.return_value = [Mock()], [entry]
+    for at, is_well in ((None, False), (began - 1.0, False), (began + 1.0, True)):
+        if at is not None:
+            log.write_text(json.dumps({"at": at, "who": "x", "steps": 1}) + "\n")
+        assert RunProcesses.is_well(processes) is is_well
 
 
 def test_a_truncated_line_of_a_turn_log_is_skipped(tmp_path: Path) -> None:
