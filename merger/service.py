@@ -414,8 +414,8 @@ class Merger:
             self._release(self.clock(), wait=True)
 
     def lacks_checkpoint(self) -> bool:
-        """Return whether this merger writes checkpoints, has served, and none holds all of its rounds."""
-        return self.checkpointer is not None and self.has_served and self.checkpointer.lacks(self.state)
+        """Return whether this merger writes checkpoints, and none that it knows of holds its newest rounds."""
+        return self.checkpointer is not None and self.state.closed > self.state.covered
 
     def close(self) -> None:
         """Wait for the copy of the last checkpoint, for some time, and let operators know if there is none."""
