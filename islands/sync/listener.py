@@ -196,7 +196,7 @@ class Listener:
             BrokerError: The credentials are refused again and again (`broker.access`).
         """
         if self._receiver.pumps.failure is not None:
-            raise self._receiver.pumps.failure
+            raise self._receiver.pumps.failure from None
         found, order = self._found()
         if order <= self._order:
             return None

@@ -186,7 +186,7 @@ class Participant:
         Raises as `turn`.
         """
         if self.link.pumps.failure is not None:
-            raise self.link.pumps.failure
+            raise self.link.pumps.failure from None  # without the frames of the client in another thread
         self._require_finite_loss()
         self.require_sound()
         self.run_steps = self.link.heartbeats.run_steps
