@@ -191,6 +191,8 @@ def with_power(matrix_RC: Matrix, exponent: float, products: Products | None = N
     """
     wide_SC = matrix_RC if matrix_RC.shape[0] <= matrix_RC.shape[1] else matrix_RC.T
     largest = max(matrix_RC.max(initial=0.0), -matrix_RC.min(initial=0.0))
+    if largest == 0.0:
+        return np.zeros_like(matrix_RC)
     scale = -math.frexp(largest)[1]
     # Two powers of two, which round nothing: one alone can be too large for float32. `ldexp` takes ten times as long.
     wide_SC = np.multiply(wide_SC, np.float32(2.0 ** (scale // 2)), order="C")
@@ -358,4 +360,4 @@ class Spectra:
         """Change a spectrum by the fastest way. A matrix of zeros lets a merger that starts find and compile it."""
         if operations(matrix_RC.shape, exponent) >= _COMPILED and (faster := self._faster()):
             return faster(matrix_RC, exponent)
-        return with_power(matrix_RC, exponent) if matrix_RC.any() else np.zeros_like(matrix_RC)
+        return with_power(matrix_RC, exponent)
