@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +22,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = page.file.src_uri.partition("/")[0]
     page.meta["search"] = {"boost": {"guide": 4, "reference": 2}.get(folder, 0.1)}
     return markdown
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Fail if a page loads a script from elsewhere: without a network, the search was hidden."""
+    from mkdocs.exceptions import PluginError
+
+    if found := re.search(r'<script[^>]*\bsrc="?(https?://[^" >]+)', output):
+        raise PluginError(f"{page.file.src_uri} loads {found[1]}. Bring the script into docs/.")
+    return output
