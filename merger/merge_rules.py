@@ -11,7 +11,7 @@ merges which tensor is decided in `merger.spectra`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ CANCELLED = 1e-6
 NORM_MAX = 1e9
 #: Squares are summed in this unit, so that norms from 1e-28 to NORM_MAX need one pass and no scaling by the largest.
 _UNIT = np.float32(2.0**30)
+#: The elements of a row, of which `_sums` adds one after another.
+_LANES = 1024
 
 
 class MergeRule(NamedTuple):
@@ -90,7 +92,29 @@ class RdaAccumulator(NamedTuple):
 @jax.jit
 def _norm(x_L: jax.Array, known: jax.Array) -> jax.Array:
     """Return the L2 norm, which is zero from 1e-28 down. `known` is a number that is never negative."""
-    return jnp.sqrt(jnp.sum(_squares(x_L, known))) / _UNIT
+    return jnp.sqrt(_sums([_squares(x_L, known)])[0]) / _UNIT
+
+
+def _sums(vectors: Sequence[jax.Array]) -> jax.Array:
+    """Return the sum of each vector (float32 [V]), to the same bits on any machine.
+
+    XLA leaves a plain sum to a library, whose order depends on the threads and the processor. So each vector becomes
+    rows, which are added one after another, and then the two halves of a row until one element is left.
+    """
+    counts = [max(1, -(-vector.size // _LANES)) for vector in vectors]
+    padded = [jnp.pad(each, (0, rows * _LANES - each.size)) for each, rows in zip(vectors, counts, strict=True)]
+    rows_RW = jnp.concatenate(padded).reshape(-1, _LANES)
+
+    def add(sums_VW: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        vector, row_W = row
+        sum_W = jax.lax.dynamic_index_in_dim(sums_VW, vector, keepdims=False) + row_W
+        return jax.lax.dynamic_update_index_in_dim(sums_VW, sum_W, vector, 0), None
+
+    vector_of_row_R = jnp.asarray(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+    sums_VW, _ = jax.lax.scan(add, jnp.zeros((len(counts), _LANES), jnp.float32), (vector_of_row_R, rows_RW))
+    while (lanes := sums_VW.shape[1]) > 1:
+        sums_VW = sums_VW[:, : lanes // 2] + sums_VW[:, lanes // 2 :]
+    return sums_VW[:, 0]
 
 
 def _squares(x_N: jax.Array, known: jax.Array) -> jax.Array:
@@ -159,8 +183,8 @@ def norms(body: Body, groups: tuple[Group, ...]) -> tuple[NDArray[np.float32], f
 @partial(jax.jit, static_argnames=("codec", "groups"))
 def _norms(parts: Any, known: jax.Array, *, codec: str, groups: tuple[Group, ...]) -> tuple[jax.Array, jax.Array]:
     squares_N = _squares(codec_of(codec).restore(parts, _elements(groups), jnp), known)
-    sums = [jnp.sum(squares_N[group.start : group.end]) for group in groups]
-    of_tensors = jnp.sqrt(jnp.stack(sums)) / _UNIT if sums else jnp.zeros(0, jnp.float32)
+    squares = [squares_N[group.start : group.end] for group in groups]
+    of_tensors = jnp.sqrt(_sums(squares)) / _UNIT if groups else jnp.zeros(0, jnp.float32)
     return of_tensors, _norm(of_tensors, known)
 
 

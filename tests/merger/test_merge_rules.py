@@ -169,6 +169,26 @@ def test_the_norm_of_many_elements_is_accurate() -> None:
 # -- all rules -----------------------------------------------------------------------------------------------------
 
 
+def test_squares_are_summed_in_an_order_that_no_machine_chooses() -> None:
+    """XLA divides other sums of as many elements among threads."""
+    lengths = (700_077, 5, 1024)
+    ends = np.cumsum(lengths)
+    values_N = np.random.default_rng(0).standard_normal(int(ends[-1]), np.float32)
+    split = tuple(
+        Group(int(end) - length, int(end), "rda", (length,)) for end, length in zip(ends, lengths, strict=True)
+    )
+    found, _ = merge_rules.norms(encoded(values_N, "float32"), split)
+    unit = np.float32(2.0**30)
+    for group, norm in zip(split, found, strict=True):
+        squares_L = np.square(values_N[group.start : group.end] * unit)
+        row_W = np.zeros(1024, np.float32)
+        for start in range(0, len(squares_L), 1024):
+            row_W[: len(squares_L) - start] += squares_L[start : start + 1024]
+        while len(row_W) > 1:
+            row_W = row_W[: len(row_W) // 2] + row_W[len(row_W) // 2 :]
+        assert norm == np.sqrt(row_W[0]) / unit
+
+
 def test_a_contribution_is_clipped_and_a_round_has_a_gain() -> None:
     five = vector(3, 0, 0, 0, 4, 0)
     for of in (AVERAGE, RDA, TWO):

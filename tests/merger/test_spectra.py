@@ -324,7 +324,9 @@ from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import merge_rules
 from archipelago.merger.weights import groups as fragment_groups
 from archipelago.merger.xla_spectra import on_device
-tensors = (Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (77,)))
+tensors = (
+    Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (700_077,)),
+)
 offsets = np.cumsum([0, *(tensor.size for tensor in tensors)])
 layout = tuple(zip(tensors, map(int, offsets), strict=False))
 groups = fragment_groups(layout, MergeConfig(embedding="isotropic", rest="isotropic"))
@@ -345,8 +347,13 @@ for exponent in (0.0, 0.5):
 def test_other_processors_come_to_the_same_bits() -> None:
     """The libraries of linear algebra choose their programs by the processor; here they are told which one it is."""
     processors: list[dict[str, str]] = [
-        {"OMP_NUM_THREADS": "5"},
-        {"OPENBLAS_CORETYPE": "Nehalem", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2", "OPENBLAS_NUM_THREADS": "1"},
+        {"OMP_NUM_THREADS": "5", "NPROC": "3"},
+        {
+            "OPENBLAS_CORETYPE": "Nehalem",
+            "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",
+            "OPENBLAS_NUM_THREADS": "1",
+            "NPROC": "1",
+        },
     ]
     running = [
         subprocess.Popen(
