@@ -22,6 +22,7 @@ TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 ASK_SECONDS = 120.0
 #: The share of an accelerator's memory that JAX takes, in all processes on it together. The driver takes some as well.
 MEMORY_SHARE = 0.9
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 #: What another process prints, because asking JAX here would take the devices from the islands.
 _QUESTION = """
 import json, jax
@@ -73,12 +74,29 @@ def memory_share(processes: int, together: float = MEMORY_SHARE) -> dict[str, st
     are left as they are.
     """
     share = {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if processes == 1 else "false",
+        _PREALLOCATE: "true" if processes == 1 else "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{together / processes:.3f}",
     }
     # JAX has renamed one of them, and refuses to have both names.
     given = {name.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT") for name in os.environ}
     return {name: value for name, value in share.items() if name not in given}
+
+
+def take_memory_as_needed() -> None:
+    """Let JAX in this process take an accelerator's memory as it needs it. Its children get the rest.
+
+    JAX would take three quarters at its first program. It reads the variable when it first looks for devices. Children
+    do not inherit it.
+    """
+    is_given = _PREALLOCATE in os.environ
+    os.environ.setdefault(_PREALLOCATE, "false")
+    try:
+        import jax
+
+        jax.devices()
+    finally:
+        if not is_given:
+            del os.environ[_PREALLOCATE]
 
 
 @dataclass(frozen=True)

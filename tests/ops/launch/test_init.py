@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
+import jax
 import pytest
 
 from archipelago.broker.buckets.copier import FINISH_SECONDS
@@ -28,6 +30,7 @@ from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.mesh import MeshShape
 from archipelago.merger.storage import MergerFolder
+from archipelago.ops.chaos import main as chaos
 from archipelago.ops.commands import parse
 from archipelago.ops.launch import devices, up
 from archipelago.ops.launch.devices import Accelerators, DeviceShares, accelerators, shared_out
@@ -275,6 +278,24 @@ def test_processes_on_one_accelerator_share_its_memory(monkeypatch: pytest.Monke
     assert [each["XLA_PYTHON_CLIENT_PREALLOCATE"] for each in found] == ["false", "false", "true", "true", "false"]
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in shares.environment(0), "JAX refuses both names"
+
+
+def test_a_launcher_leaves_the_memory_of_an_accelerator_to_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes the first parameters itself. JAX reads the variable when it first looks for devices."""
+    seen, name = list[str | None](), "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.setattr(jax, "devices", lambda: seen.append(os.environ.get(name)))
+    for launcher in (up, chaos):
+        monkeypatch.setattr(launcher, "trainable", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(up, "accelerators", lambda: None)
+    monkeypatch.delenv(name, raising=False)
+    starts: list[Callable[[], int]] = [lambda: up.main(UpOptions()), lambda: chaos.main(chaos.ChaosOptions())]
+    for start in starts:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+        assert (seen.pop(), seen, os.environ.get(name)) == ("false", [], None)
+    monkeypatch.setenv(name, "true")
+    devices.take_memory_as_needed()
+    assert (seen, os.environ[name]) == (["true"], "true"), "the user's word counts"
 
 
 def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
