@@ -33,7 +33,7 @@ from archipelago.ops.chaos.figures import REPORT, Figures, figures, headlines, w
 from archipelago.ops.chaos.processes import RunProcesses, StormPlan, monotonic, parse_script, read_turn_log
 from archipelago.ops.chaos.record import Identity, LoggedTurn, StormRecord, step_seconds
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
-from archipelago.ops.launch.devices import take_memory_as_needed
+from archipelago.ops.launch.devices import leave_to_children
 from archipelago.ops.launch.init import trainable, workload_of
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY, island_name
 from archipelago.ops.settings import say
@@ -109,7 +109,7 @@ def main(options: ChaosOptions) -> int:
     faults = _faults(options)
     if not script:
         keep_compiled()
-        take_memory_as_needed()
+        leave_to_children()
         trainable(config, options.task)
     stopped = stop_on_signals()
     with _own_folder(folder):

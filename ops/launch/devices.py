@@ -82,12 +82,18 @@ def memory_share(processes: int, together: float = MEMORY_SHARE) -> dict[str, st
     return {name: value for name, value in share.items() if name not in given}
 
 
-def take_memory_as_needed() -> None:
-    """Let JAX in this process take an accelerator's memory as it needs it. Its children get the rest.
+def leave_to_children(platform: str = "") -> None:
+    """Let JAX in this process leave the accelerators to its children.
 
-    JAX would take three quarters at its first program. It reads the variable when it first looks for devices. Children
-    do not inherit it.
+    A process has the chips of a TPU alone, so this one computes on its cores. Of other devices it takes memory as it
+    needs it, where JAX would take three quarters at its first program. JAX reads the variable when it first looks for
+    devices, and children do not inherit it.
     """
+    if platform == "tpu":
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+        return
     is_given = _PREALLOCATE in os.environ
     os.environ.setdefault(_PREALLOCATE, "false")
     try:

@@ -28,7 +28,7 @@ from archipelago.islands.mesh import parsed
 from archipelago.merger.accelerator import MEMORY_SHARE as SPECTRA_SHARE
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
-from archipelago.ops.launch.devices import MEMORY_SHARE, DeviceShares, accelerators, shared_out, take_memory_as_needed
+from archipelago.ops.launch.devices import MEMORY_SHARE, DeviceShares, accelerators, leave_to_children, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, text_of, trainable
 from archipelago.ops.launch.local_run import LocalRun
@@ -103,7 +103,7 @@ def main(options: UpOptions) -> int:
     if options.log_json:
         options.log_as("up", name)
     keep_compiled()
-    take_memory_as_needed()
+    leave_to_children(shares.found.platform if shares else "")
     has_losses = trainable(config, options.task, options.from_).evaluation() is not None and options.evaluate_every > 0
     bucket = options.bucket_folder(name)
     # Nothing has been started or written before this line.

@@ -294,8 +294,21 @@ def test_a_launcher_leaves_the_memory_of_an_accelerator_to_its_children(monkeypa
             start()
         assert (seen.pop(), seen, os.environ.get(name)) == ("false", [], None)
     monkeypatch.setenv(name, "true")
-    devices.take_memory_as_needed()
+    devices.leave_to_children()
     assert (seen, os.environ[name]) == (["true"], "true"), "the user's word counts"
+
+
+def test_up_computes_on_its_cores_where_its_islands_have_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has a chip alone, from when it first looks for devices."""
+    set_, looked = dict[str, Any](), Mock()
+    monkeypatch.setattr(jax.config, "update", set_.__setitem__)
+    monkeypatch.setattr(jax, "devices", looked)
+    monkeypatch.setattr(up, "trainable", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(up, "accelerators", lambda: TPU)
+    with pytest.raises(KeyboardInterrupt):
+        up.main(UpOptions(islands=1))
+    assert set_ == {"jax_platforms": "cpu"}
+    looked.assert_not_called()
 
 
 def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
