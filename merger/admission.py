@@ -19,9 +19,10 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
 from archipelago.broker.ranges import RANGES_MAX
+from archipelago.broker.shards.reader import Spawn
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
-from archipelago.merger.executor import Spawn, at_once, awaited
+from archipelago.merger.executor import at_once, awaited
 from archipelago.merger.round_merge import Addend, RoundMerge
 from archipelago.merger.state import INCARNATIONS_MAX, REMEMBERED_MAX, RunState
 from archipelago.merger.steering import EXPELLED

@@ -22,12 +22,12 @@ from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import UNSAVED, Counters, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
+from archipelago.broker.shards.reader import Spawn
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, is_digest
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpoint_cut import LOOK_SECONDS, Following, Leading, Parts
 from archipelago.merger.committing import full_state
-from archipelago.merger.executor import Spawn
 from archipelago.merger.record import Recorder
 from archipelago.merger.state import FragmentState, RunState
 

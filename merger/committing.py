@@ -30,10 +30,10 @@ from archipelago.broker.footprint import REDIS_LOG
 from archipelago.broker.full_state import FullState
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import RoundMember, Snapshot, TapeEntry
+from archipelago.broker.shards.reader import Spawn
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack_body
 from archipelago.merger import outer
-from archipelago.merger.executor import Spawn
 from archipelago.merger.round_merge import MergedRound
 from archipelago.merger.state import FragmentState, RunState
 

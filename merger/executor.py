@@ -8,19 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.shards.reader import Spawn
 
 T = TypeVar("T")
 #: How often a merger that waits for a job, or computes for long, looks whether its lease must be renewed.
 BETWEEN_SECONDS = 0.25
-
-
-class Spawn(Protocol):
-    """Runs a job beside its caller. The result of the job, or its error, is in the future."""
-
-    def __call__(self, job: Callable[[], T], /) -> Future[T]: ...
 
 
 #: Returns what runs the jobs of one kind, on that many threads of that name. Jobs begin in order.

@@ -22,7 +22,7 @@ from functools import partial
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnknownRunError
 from archipelago.broker.observe.logs import SHARD_THREAD
-from archipelago.broker.shards.reader import asked
+from archipelago.broker.shards.reader import on_a_thread
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.service import Clock, Merger
 from archipelago.merger.serving import serve
@@ -151,7 +151,7 @@ def serve_shards(
     def begun(shard: int) -> Future[bool]:
         """Begin to serve a shard on a thread of its own, whose name is in the log."""
         work = partial(_serve_shard, mergers[shard], shard, sharing, lambda: is_over.is_set() or stopped())
-        return asked(work, lambda job: threading.Thread(target=job, name=f"{SHARD_THREAD}{shard}", daemon=True).start())
+        return on_a_thread(work, name=f"{SHARD_THREAD}{shard}")
 
     shards = [begun(shard) for shard in range(len(mergers))]
     again_at: dict[int, float] = {}  # of the shards that could not be served

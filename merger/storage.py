@@ -26,11 +26,11 @@ from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
 from archipelago.broker.process import up_command
 from archipelago.broker.redis.administration import delete_shard
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.shards.reader import Aside, Bounded, BoundedReader, on_a_thread
+from archipelago.broker.shards.reader import Bounded, BoundedReader, Spawn, on_a_thread
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole
 from archipelago.broker.transport import ReaderClient, Transport
 from archipelago.merger.checkpoint import CheckpointStore, describe
-from archipelago.merger.executor import Spawn, in_background
+from archipelago.merger.executor import at_once, in_background
 from archipelago.merger.record import Recorder
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ class MergerFolder:
         parts = leading = following = None
         if manifest.shards > 1:
             # Other servers, and the bucket, may hang.
-            aside: Aside = on_a_thread if spawn is None else lambda attempt: attempt()
-            listed, own = Bounded(aside), manifest.shard or 0
+            asking: Spawn = on_a_thread if spawn is None else at_once
+            listed, own = Bounded(asking), manifest.shard or 0
 
             def reader(k: int) -> ReaderClient:
                 found = of_shard(transport, manifest, k).reader
-                return found if k == own else cast(ReaderClient, BoundedReader(found, aside))
+                return found if k == own else cast(ReaderClient, BoundedReader(found, asking))
 
             every = [reader(k) for k in range(manifest.shards)]
             parts = Parts(every, lambda number: listed(lambda: self._missing(number), number))

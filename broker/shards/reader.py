@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
@@ -34,26 +34,26 @@ ANSWER_SECONDS = 1.0
 REMEDY = "It is asked again."
 
 T = TypeVar("T")
-Aside = Callable[[Callable[[], None]], None]
 
 
-def on_a_thread(attempt: Callable[[], None]) -> None:
-    """Run an attempt beside the call, on a thread that may hang for as long as a socket waits."""
-    threading.Thread(target=attempt, daemon=True).start()
+class Spawn(Protocol):
+    """Runs a job beside its caller. The result of the job, or its error, is in the future."""
+
+    def __call__(self, job: Callable[[], T], /) -> Future[T]: ...
 
 
-def asked(read: Callable[[], T], aside: Aside) -> Future[T]:
-    """Begin to read from a server that may hang, and return what will hold the answer or the error."""
-    answer: Future[T] = Future()
+def on_a_thread(job: Callable[[], T], /, name: str | None = None) -> Future[T]:
+    """Run a job on a thread of its own, of that name, which may hang for as long as a socket waits."""
+    future: Future[T] = Future()
 
-    def attempt() -> None:
+    def run() -> None:
         try:
-            answer.set_result(read())
-        except Exception as error:  # noqa: BLE001 - the thread that takes the answer raises it
-            answer.set_exception(error)
+            future.set_result(job())
+        except Exception as error:  # noqa: BLE001 - the thread that takes the result raises it
+            future.set_exception(error)
 
-    aside(attempt)
-    return answer
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class Bounded:
@@ -63,8 +63,8 @@ class Bounded:
     `about` the same waits for it, and returns it. Threads call one after the other.
     """
 
-    def __init__(self, aside: Aside = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
-        self._aside, self._seconds, self._lock = aside, seconds, threading.Lock()
+    def __init__(self, spawn: Spawn = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
+        self._spawn, self._seconds, self._lock = spawn, seconds, threading.Lock()
         self._last: tuple[object, Future[Any]] | None = None
 
     def __call__(self, read: Callable[[], T], about: object = None) -> T:
@@ -74,7 +74,7 @@ class Bounded:
             if answer is None or about is None or about != before:
                 if answer is not None and not answer.done():
                     raise UnreachableError("its server has not answered yet", REMEDY)
-                answer = asked(read, self._aside)
+                answer = self._spawn(read)
                 self._last = about, answer
             if wait([answer], self._seconds).not_done:
                 raise UnreachableError(f"its server has not answered for {self._seconds:g} s", REMEDY)
@@ -86,8 +86,8 @@ class Bounded:
 class BoundedReader:
     """A reader of one shard, of which each call is `Bounded`."""
 
-    def __init__(self, reader: ReaderClient, aside: Aside = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
-        self._reader, self._bounded = reader, Bounded(aside, seconds)
+    def __init__(self, reader: ReaderClient, spawn: Spawn = on_a_thread, seconds: float = ANSWER_SECONDS) -> None:
+        self._reader, self._bounded = reader, Bounded(spawn, seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._reader, name)
@@ -320,7 +320,7 @@ class DisplayReader(ShardedReader):
         self._further = [cast(ReaderClient, reader) for reader in further]
 
     def _each(self, read: Callable[[ReaderClient], T]) -> dict[int, T]:
-        answers = [asked(partial(read, reader), on_a_thread) for reader in self._further]
+        answers = [on_a_thread(partial(read, reader)) for reader in self._further]
         found = {0: read(self._primary)}
         for shard, answer in enumerate(answers, 1):
             try:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from archipelago.broker.shards.reader import asked, on_a_thread
+from archipelago.broker.shards.reader import on_a_thread
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import own_piece, piece_of, whole_of
@@ -74,7 +74,7 @@ class ProcessTeam(Team):
     def meet(self, seconds: float) -> None:
         # The barrier's own limit holds in the first process only. Another one may wait for half an hour.
         barrier = partial(dist.monitored_barrier, self._messages, timedelta(seconds=seconds), wait_all_ranks=True)
-        asked(barrier, on_a_thread).result(seconds + LATE_SECONDS)
+        on_a_thread(barrier).result(seconds + LATE_SECONDS)
 
     def share_bytes(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         message = torch.from_numpy(data.copy())

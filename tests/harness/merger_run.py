@@ -17,12 +17,13 @@ from archipelago.broker.commits import START, Delivery, Image
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Contribution, Refusal, TapeEntry
+from archipelago.broker.shards.reader import Spawn
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import newest, pack, unpack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import Uncovered, full_state
-from archipelago.merger.executor import Spawn, at_once
+from archipelago.merger.executor import at_once
 from archipelago.merger.record import Recorder
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state

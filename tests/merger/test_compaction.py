@@ -14,10 +14,11 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Placed
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.full_state import PARAMETERS, Compaction
+from archipelago.broker.shards.reader import Spawn
 from archipelago.broker.wire import digest_of, newest
 from archipelago.merger import outer, round_merge
 from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, full_state, state_bytes
-from archipelago.merger.executor import Spawn, T, at_once
+from archipelago.merger.executor import T, at_once
 from archipelago.merger.service import Merger
 from tests import samples
 from tests.failing import failing

@@ -13,9 +13,10 @@ import pytest
 from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Snapshot
+from archipelago.broker.shards.reader import Spawn
 from archipelago.broker.wire import digest
 from archipelago.merger import spectra
-from archipelago.merger.executor import Spawn, at_once
+from archipelago.merger.executor import at_once
 from archipelago.merger.merge_rules import NORM_MAX
 from archipelago.merger.round_merge import Addend
 from archipelago.merger.service import LEASE_SECONDS
