@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 DIGITS_MAX = 64 * 40
 #: The hash of standbys expires this long after its last change, because standbys that were killed remove nothing.
 STANDBYS_SECONDS = 60
+#: How long one command waits for entries. Streams of islands that are new since then are read by the next command.
+NEW_ISLANDS_SECONDS = 0.25
+#: How often a run is looked at where no command waits for entries.
+POLL_SECONDS = 0.01
 
 
 class RedisMerger:
@@ -53,7 +57,6 @@ class RedisMerger:
         self._redis, self._keys = connection.redis, connection.keys
         self._updates = updates
         self._consumer = UpdatesConsumer(connection, updates)
-        self.updates = self._consumer.new
         #: The merger's state as this process has written it last; None if Redis may hold another one.
         self._written: dict[str, str] | None = None
         self.lease = Lease(connection, stored)
@@ -91,7 +94,7 @@ class RedisMerger:
     def look(
         self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
     ) -> Seen:
-        names, began = self._names.known, time.monotonic()
+        names = self._names.known
         take_presences, is_scanned, control, presences = None, False, None, None
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             if renewal:
@@ -120,10 +123,19 @@ class RedisMerger:
             self._names.all()
         if new := [name for name in self._names.known if name not in names] if around else []:
             presences = [*(presences or []), *self._reader.presences_of(new)]
-        left = block_seconds - (time.monotonic() - began)
-        if not deliveries and left > 0 and not (is_read and self._connection.has_info):
-            deliveries = self.updates(left, count)
+        if not deliveries and not (is_read and self._connection.has_info):
+            # No command waits without a stream, and fakeredis would block its whole pipeline.
+            time.sleep(min(max(block_seconds, 0.0), POLL_SECONDS))
         return Seen(deliveries, control, presences)
+
+    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
+        deadline = time.monotonic() + block_seconds
+        while True:
+            self._names.all()
+            left = deadline - time.monotonic()
+            found = self.look(min(left, NEW_ISLANDS_SECONDS), count).deliveries
+            if found or left <= 0:
+                return list(found)
 
     def rewind(self) -> None:
         self._consumer.rewind()

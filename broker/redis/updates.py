@@ -38,11 +38,6 @@ from archipelago.broker.signing import Raw
 FLOOD_ENTRIES = 1 << 13
 #: Of how many downloaded contributions the digests are kept until they are merged.
 DIGESTS_MAX = 1 << 12
-#: How long one command waits for entries. Streams of islands that are new since then are read by the next command.
-NEW_ISLANDS_SECONDS = 0.25
-#: How often a run without any contribution is looked at.
-EMPTY_POLL_SECONDS = 0.02
-FAKE_POLL_SECONDS = 0.005
 
 
 class UpdatesStreams:
@@ -162,8 +157,7 @@ class UpdatesConsumer:
 
     def __init__(self, connection: RedisConnection, updates: UpdatesStreams) -> None:
         self._connection = connection
-        self._redis, self._keys = connection.redis, connection.keys
-        self._updates = updates
+        self._keys, self._updates = connection.keys, updates
         self._read_to: dict[str, str] = {}
 
     def rewind(self) -> None:
@@ -174,20 +168,6 @@ class UpdatesConsumer:
         """Read these streams from their beginning, because they were deleted and may begin anew."""
         for key in keys:
             self._read_to.pop(key, None)
-
-    def new(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        """Return entries that were not read since `rewind`, by arrival: at most `count` of each island.
-
-        Waits at most `block_seconds` for the first one.
-        """
-        deadline = time.monotonic() + block_seconds
-        while True:
-            left = deadline - time.monotonic()
-            found = self._read(count, min(left, NEW_ISLANDS_SECONDS))
-            if found or time.monotonic() >= deadline:
-                return found
-            if not self._connection.has_info:
-                time.sleep(FAKE_POLL_SECONDS)  # fakeredis returns too early
 
     def ask(self, pipe: Any, names: Sequence[str], count: int, block_seconds: float) -> bool:
         """Queue the reading of these islands' streams, if there are any. The answer is for `taken`."""
@@ -212,15 +192,6 @@ class UpdatesConsumer:
         """Return the streams that can be read, each with the last id that was read."""
         ends = {key: self._read_to.get(key, START) for key in map(self._keys.updates, names)}
         return {key: id_ for key, id_ in ends.items() if not is_last(id_)}  # from there, Redis would begin anew
-
-    def _read(self, count: int, block_seconds: float) -> list[Delivery]:
-        names = self._updates.names()
-        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            if not self.ask(pipe, names, count, block_seconds):
-                time.sleep(min(max(block_seconds, 0.0), EMPTY_POLL_SECONDS))  # no command waits without a stream
-                return []
-            (answer,) = pipe.execute(raise_on_error=False)
-        return self.taken(names, answer)
 
     def _skip_other_keys(self, keys: Sequence[str]) -> None:
         """Stop reading the keys that are not streams, until `rewind` or `read_again`."""
