@@ -160,7 +160,7 @@ class LocalRun:
             if live:
                 stack.enter_context(live)
             stack.enter_context(repeated(self.watcher.update, LOOK_SECONDS))  # a Redis that hangs holds up nothing else
-            said: object = None
+            said = ("", "", 0)
             while not self.stopped() and self._goes_on():
                 now = time.monotonic()
                 events = [self.redis.tend()] if self.redis else []
@@ -172,8 +172,9 @@ class LocalRun:
                 state = state_line(reading, outage)
                 if live:
                     live.update(state_text(state))
-                elif said != (said := (state.word, state.about, int(state.share * LINES))):
-                    say(f"  {line(reading, outage)}")
+                elif said != (newest := (state.word, state.about, int(state.share * LINES))):
+                    say(f"  {line(reading, outage, known=said[1])}")
+                    said = newest
                 time.sleep(POLL_SECONDS)
 
     def _goes_on(self) -> bool:

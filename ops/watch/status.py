@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -152,9 +152,13 @@ def state_text(state: StateLine, *, with_remedy: bool = False) -> Text:
     return text.append(printable(f" {state.remedy}"), style) if with_remedy and state.remedy else text
 
 
-def line(reading: RunReading | None, outage: ArchipelagoError | None = None) -> str:
-    """Return the run in one line, for logs and pipes: its state, and the last known figures."""
-    state = state_line(reading, outage).text
+def line(reading: RunReading | None, outage: ArchipelagoError | None = None, known: str = "") -> str:
+    """Return the run in one line, for logs and pipes: its state, and the last known figures.
+
+    A problem that the line before was about (`known`) is left out.
+    """
+    found = state_line(reading, outage)
+    state = (replace(found, sentence="") if found.about and found.about == known else found).text
     if reading is None or outage:
         return state
     view = reading.view

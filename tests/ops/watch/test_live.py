@@ -35,6 +35,7 @@ from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.history import Event
 from archipelago.ops.watch.reading import RunReading, Watcher, summarise
 from archipelago.ops.watch.run_view import RunView, describe_control
+from archipelago.ops.watch.state_line import state_line
 from tests import samples
 from tests.failing import failing
 from tests.intercept import Intercepted
@@ -87,6 +88,12 @@ def test_one_line_says_of_which_round_the_held_out_loss_is() -> None:
     assert "held-out" not in status.line(reading())
     known = replace(view(), evaluations=[Evaluation(3, 0, 0, NOW, 2.5)], held_out_last=2.5)
     assert "round 70, step 1,000 of 2,000 · held-out 2.500 of round 3, training" in status.line(RunReading(known, NOW))
+
+
+def test_the_next_line_does_not_repeat_a_problem() -> None:
+    shown = RunReading(view(), NOW, problems=(Problem("run.few-syncs", "warn", "run", "It has few syncs.", "More."),))
+    assert "training · 50% · It has few syncs · round" in status.line(shown, known="merger.slow merger")
+    assert "training · 50% · round" in status.line(shown, known=state_line(shown).about)
 
 
 def test_live_islands_and_events_are_shown() -> None:
