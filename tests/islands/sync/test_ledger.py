@@ -56,7 +56,7 @@ def flat(each_step: list[list[int]]) -> list[int]:
 
 def test_the_schedule_waits_for_the_merger() -> None:
     for is_served, ahead in ((False, 8), (True, AHEAD_STEPS_MIN)):
-        of = ledger()
+        of = ledger(window=9)  # of which 2 are of use
         of.heard(snapshot(of, 1, step=100))
         of.adopted(snapshot(of, 1, step=100), keeps_progress=False)
         for _ in range(500):
@@ -66,9 +66,6 @@ def test_the_schedule_waits_for_the_merger() -> None:
         assert of.is_held(is_served=True, stretch=8.0) is False, "a slow link lets the schedule run further ahead"
         of.heard(snapshot(of, 2, step=100 + ahead))
         assert not of.is_held(is_served=is_served)
-
-
-# -- strides -------------------------------------------------------------------------------------------------------
 
 
 # -- the window ----------------------------------------------------------------------------------------------------
@@ -157,15 +154,29 @@ def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
     island = ledger(fragments=2, interval=2, window=2)
     for number in (1, 2, 3, 4):
         island.adopted(snapshot(island, number), keeps_progress=False)
+    island.heard(snapshot(island, 5))
     island.heard(Call(6, 1))
     island.resumed(0, 1, {4})
-    assert island.staleness == 0.0  # the island is ahead of the broker
+    assert island.staleness == 0.0  # the island is ahead of the broker, which has lost round 5
     island.stepped(2, 20)
     assert send_due(island) == [2, 3]  # round 4 is answered already, and the call of round 6 was lost
     island.adopted(snapshot(island, 1), keeps_progress=False)
     assert island.counts[0].version == 1
     island.heard(snapshot(island, 3))
     assert island.staleness == 0.5
+
+
+def test_shards_have_rounds_strides_and_losses_of_their_own() -> None:
+    island = Ledger("a", "x", Layout(((0,), (1, 2))), 8, 1)
+    assert train(island, 8, closing=True) == [[], [2], [], [], [], [3], [], [1]]
+    assert island.closed == 3
+    island.stepped(8, 80)
+    assert [island.due(blocked) for blocked in ((0,), (1,), (0, 1))] == [5, 4, None]
+    for number, step in ((1, 9), (2, 5), (3, 7)):
+        island.adopted(snapshot(island, number, step), keeps_progress=False)
+    island.resumed(0, 0, set())
+    assert [shard.closed for shard in island.shards] == [0, 3]
+    assert island.global_step == 7, "the step of round 1 is lost, and round 3 is of the other shard"
 
 
 # -- adoption ------------------------------------------------------------------------------------------------------
