@@ -166,13 +166,14 @@ class Inbox:
         return {p for p, waiting in self._waiting.items() if waiting.addends}
 
     def note_withdrawn(self, island: str) -> None:
-        """Note that an island has deleted a contribution. One that does so again and again is barred."""
+        """Note that an island has deleted a contribution. The load that follows bars one that does so repeatedly."""
         self._withdrawn[island] += 1
-        if self._withdrawn[island] >= WITHDRAWN_MAX:
-            self.barred.setdefault(island, WITHDRAWN)
 
-    def expel(self, islands: AbstractSet[str], state: RunState, epoch: int) -> None:
-        """Refuse what these islands send, also what waits, and no other island that was expelled before."""
+    def expel(self, islands: AbstractSet[str], state: RunState) -> None:
+        """Refuse what these islands send, also what waits, and no other island that was expelled before.
+
+        The refusals are sent with those of the next `receive`.
+        """
         withdrawn = (name for name, count in self._withdrawn.items() if count >= WITHDRAWN_MAX)
         self.barred = dict.fromkeys(withdrawn, WITHDRAWN) | dict.fromkeys(islands, Reason("expelled", EXPELLED))
         for p, waiting in list(self._waiting.items()):
@@ -185,7 +186,6 @@ class Inbox:
                 else:
                     self._reserve(addend.entry, c)
                     self._put(addend)
-        self._flush(state, epoch)
 
     def take(self, p: int) -> list[Addend]:
         """Remove and return what waits for the fragment's next round, in the order of arrival."""
@@ -205,7 +205,7 @@ class Inbox:
             found = job if isinstance(job, Reason) else awaited(job, self._between)
             if isinstance(found, Addend):
                 believed = self._believed(found.contribution, state)
-                self._put(found if believed is found.contribution else replace(found, contribution=believed))
+                self._put(replace(found, contribution=believed))
                 self._use_up(believed, state)
                 yield believed
                 continue
@@ -235,7 +235,7 @@ class Inbox:
 
     def _begun(self, delivery: Delivery, state: RunState) -> Reason | Future[Addend | Reason]:
         """Begin the download of a delivery, and return it, or why the delivery is refused."""
-        if (c := delivery.contribution) is None or delivery.fault:
+        if (c := delivery.contribution) is None:
             return Reason("unreadable", delivery.fault)
         if reason := self._reason(c, state):
             return reason
@@ -265,8 +265,6 @@ class Inbox:
         steps = claims.steps_read(contribution, account, state.closed, self.config.sync.interval, fragments)
         data = claims.believed_data(contribution, steps, state.cursors, self.config, self._range_sequences)
         tokens = claims.counted_tokens(contribution, self.config)
-        if (data, tokens) == (contribution.data, contribution.tokens):
-            return contribution
         return replace(contribution, data=data, tokens=tokens)
 
     def _reserve(self, entry: str, c: Contribution) -> None:

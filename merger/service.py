@@ -280,7 +280,7 @@ class Merger:
         control, config = self.controls.control, self.controls.next_config
         self.rounds.config, self.rounds.is_paused, self.inbox.config = config.sync, control.is_paused, config
         self.rounds.forget(control.expelled)
-        self.inbox.expel(control.expelled, self.state, self.epoch)
+        self.inbox.expel(control.expelled, self.state)
 
     def _receive(self, deliveries: Iterable[Delivery], now: float) -> None:
         if self.checkpointer is not None:

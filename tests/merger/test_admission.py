@@ -109,7 +109,7 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
         return Delivery(f"{name}/1-0", contribution, download=download)
 
     inbox = Inbox(transport, rules)
-    inbox.expel({"x"}, state, epoch)
+    inbox.expel({"x"}, state)
     deliveries = [delivery(name) for name in "abxbcyd"]
     for contribution in inbox.receive(deliveries, state, epoch):
         done.append(f"add {contribution.island}")
@@ -134,7 +134,7 @@ def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> 
 
     inbox = Inbox(transport, rules)
     assert len(list(inbox.receive(map(delivery, "abc", (3, 9, 5)), state, epoch))) == 3
-    inbox.expel({"b"}, state, epoch)
+    inbox.expel({"b"}, state)
     assert (inbox.entries(), state.refused) == (["a/1-0", "c/1-0"], {"expelled": 1})
     assert [addend.entry for addend in inbox.take(0)] == ["a/1-0", "c/1-0"]
     assert (inbox.take(0), inbox.waiting_fragments(), downloads) == ([], set(), Counter("abc"))
