@@ -155,6 +155,8 @@ def test_a_flood_of_refusals_hides_no_announcements_and_delays_no_round() -> Non
     run.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
     assert run.transport.reader.backlog() > 0, "the round has waited until the flood was over"
+    merger.turn(0.0)
+    assert len(run.events(Refusal)) == ANNOUNCED_MAX + READ_COUNT_MAX, "after the round, refusals are announced again"
 
 
 def test_one_island_cannot_fill_the_room_of_a_round() -> None:

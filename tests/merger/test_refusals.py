@@ -19,7 +19,7 @@ from archipelago.broker.messages import (
     to_fields,
 )
 from archipelago.broker.wire import pack
-from archipelago.merger.admission import REFUSED_MAX
+from archipelago.merger.admission import LOGGED_MAX, REFUSED_MAX
 from archipelago.merger.state import RunState, Sequences
 from tests.harness.merger_run import SIZE, MergerRun, constant, logged_codes, served_run
 from tests.samples import contribution
@@ -59,7 +59,7 @@ def send_bad(run: MergerRun, kind: str, island: str, number: int) -> Contributio
     return run.send(island, number + 2000 * (kind == "ahead"), values_N, **changes)
 
 
-def test_a_flood_is_refused_in_parts() -> None:
+def test_a_flood_is_refused_in_parts(caplog: pytest.LogCaptureFixture) -> None:
     run, _ = served_run()
     sizes: list[int] = []
 
@@ -73,6 +73,7 @@ def test_a_flood_is_refused_in_parts() -> None:
     while run.transport.reader.backlog():
         merger.turn(0.0)
     assert (sum(sizes), max(sizes)) == (2200, REFUSED_MAX)
+    assert logged_codes(caplog) == ([*["refused.lost"] * LOGGED_MAX, "refused.more"]) * len(sizes)
     run.balance()
 
 
@@ -115,7 +116,19 @@ def test_a_refused_forgery_uses_up_no_sequence_number() -> None:
     run.balance()
 
 
-# -- any mix -------------------------------------------------------------------------------------------------------
+def test_a_contribution_that_waits_after_its_forgery_was_refused_outlives_its_merger() -> None:
+    """Its number counts as used with its own merge only, although its island goes on meanwhile."""
+    run, merger = served_run(quorum=2)
+    run.live("a", "b")
+    run.send("a", 2, GOOD, sequence=0, digest="0" * 32)
+    merger.turn(0.0)
+    run.send("a", 2, GOOD, sequence=0)
+    run.send("a", 1, GOOD, sequence=1)
+    run.send("b", 1, GOOD)
+    assert merger.turn(0.0)
+    run.send("b", 2, GOOD)
+    assert run.merger().turn(0.0)
+    assert sorted(run.merged()) == [("a", "x", 0), ("a", "x", 1), ("b", "x", 0), ("b", "x", 1)]
 
 
 # -- claims of more work than the merger saw ----------------------------------------------------------------------
