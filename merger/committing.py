@@ -210,7 +210,6 @@ class Compactor:
         are of no use: the tape has lost these, or the run went back to a checkpoint.
         """
         self._job, self._committed_at = None, now
-        self._wanted.clear()
         self.fragments = {p: Uncovered(snapshot.round, snapshot.version) for p, snapshot in full.items()}
         for entry in tape:
             if not self._is_compacted(entry):
