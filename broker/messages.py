@@ -133,7 +133,7 @@ class Snapshot:
         step: The global step of the snapshot, which is the largest one among its contributions.
         bytes: The size of the payload.
         digest: The digest of the payload.
-        merged: The identities (island/incarnation/sequence) of the merged contributions, heaviest first.
+        merged: The identities (island/incarnation/sequence) of the merged contributions.
         held: The digest of the float32 parameters that an island holds once it has this version.
         difference_bytes: The size of the payload that leads from the previous version to this one; 0 if there is none.
     """

@@ -108,7 +108,6 @@ def full_state(snapshot: Snapshot, state: FragmentState) -> FullState:
 def snapshot_of(manifest: Manifest, tape: TapeEntry, held_N: jax.Array, difference_bytes: int) -> Snapshot:
     """Return the header of the version after a round, before its full snapshot is made: its size is the largest one."""
     wire, held = manifest.config.wire, digest_of(np.asarray(held_N))
-    by_weight = sorted(tape.members, key=lambda member: -member.weight)
     return Snapshot(
         round=tape.round,
         fragment=tape.fragment,
@@ -117,7 +116,7 @@ def snapshot_of(manifest: Manifest, tape: TapeEntry, held_N: jax.Array, differen
         codec=wire.full,
         bytes=codec(wire.full).encoded_size(held_N.size),
         digest=held,
-        merged=" ".join(member.identity_text for member in by_weight),
+        merged=" ".join(member.identity_text for member in tape.members),
         held=held,
         difference_bytes=difference_bytes,
     )
