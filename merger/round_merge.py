@@ -168,9 +168,7 @@ class RoundMerge:
             state: The run. With another length of it, which an operator can set, a path is of another length.
             addends: What waits for the fragment's next round, in the order of arrival.
         """
-        config = self.manifest.config
-        if state.steered:
-            config = control.steered(config, state.steered)
+        config = control.steered(self.manifest.config, state.steered)
         version = of.version - 1  # what the contributions meet
         series, whole = series_of(addends), list[Addend]()
         for each in series:
