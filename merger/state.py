@@ -241,10 +241,8 @@ class RunState:
     def to_json(self) -> str:
         """Return the JSON for the commit: what a fresh state does not have, and a digest of it, which shows damage."""
         fresh = vars(RunState())
-        values = {name: value for name, value in vars(self).items() if value != fresh[name]}
-        if self.norms:
-            values["norms"] = {str(p): norms for p, norms in self.norms.items()}  # JSON sorts its keys as texts
-        return digested(values)
+        own = vars(self) | {"norms": {str(p): norms for p, norms in self.norms.items()}}  # JSON sorts its keys as texts
+        return digested({name: value for name, value in own.items() if value != fresh[name]})
 
     @classmethod
     def from_json(cls, text: str) -> RunState:

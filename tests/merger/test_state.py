@@ -35,7 +35,7 @@ FULL = RunState(
     tokens=1000,
     staleness=RunningMean(0.9),
     timing=RoundTiming(0.25, 1.5),
-    norms={0: (1.0, 2.0), 1: ()},
+    norms={2: (1.0, 2.0), 10: ()},  # whose order differs as numbers and as texts
     seen={"a/x": Sequences(3, frozenset({5, 7}), 6), "b/y": Sequences()},
     cursors={"0": (0, 96), "7": (2, 0)},
     accounts={"a": Account(700, 6, 40, 0.25, 12.5, 24, Score(1.5, 2.0, 0.01, 1.25, 4, 1)), "b": Account(300, 5)},
@@ -92,6 +92,11 @@ def test_a_round_advances_the_state() -> None:
     assert state.covered == 5  # only checkpoints change this
     state.after_round(9, 44, [], {}, {})
     assert (state.closed, state.step, state.tokens) == (9, 44, 1080), "an empty round only has a number"
+    state.refuse("stale", 20, 5)
+    counts = {"merged": 2, "merged_tokens": 1080, "refused": 4, "refused_tokens": 20}
+    assert state.counts() == counts | {"bytes_up": sum(c.bytes for c in merged) + 5}
+    needed = state.needed_by(2, {"b"})
+    assert (needed.norms, list(needed.accounts)) == ({2: FULL.norms[2]}, ["b"]), "the tape repeats no more than this"
 
 
 PARTS = st.lists(
@@ -138,9 +143,11 @@ def test_the_incarnations_of_one_island_do_not_displace_others(monkeypatch: pyte
     state.see(("b", "y", 0))
     for life in range(2 * INCARNATIONS_OF_AN_ISLAND):
         state.closed = life
+        state.see(("a", "long-lived", life))
         state.see(("a", str(life), 0))
     assert len(state.seen) == INCARNATIONS_OF_AN_ISLAND + 1
     assert state.has_seen(("b", "y", 0))
+    assert state.has_seen(("a", "long-lived", 0))
     assert state.has_seen(("a", str(2 * INCARNATIONS_OF_AN_ISLAND - 1), 0))
     assert not state.has_seen(("a", str(INCARNATIONS_OF_AN_ISLAND - 1), 0))
     state.see(("c", "z", 0))
@@ -162,7 +169,7 @@ def test_sequences_behave_like_a_set(numbers: list[int]) -> None:
 
 
 def test_numbers_take_bounded_memory() -> None:
-    kept, gap = Sequences(), Sequences()
+    kept, gap, odd = Sequences(), Sequences(), Sequences()
     for number in range(3 * REMEMBERED_MAX):
         kept = kept.with_one(number)
         if number:  # number 0 never arrives
@@ -170,5 +177,9 @@ def test_numbers_take_bounded_memory() -> None:
             assert len(gap.above) <= REMEMBERED_MAX
             assert number in gap
             assert number + 1 not in gap
+        if number % 2:
+            odd = odd.with_one(number)
+            assert len(odd.above) <= REMEMBERED_MAX
+            assert number - 1 not in odd, "only the oldest gaps count as seen"
     assert (kept.floor, kept.above) == (3 * REMEMBERED_MAX, frozenset())
     assert all(number in gap for number in range(1, 3 * REMEMBERED_MAX))
