@@ -70,7 +70,7 @@ class Lease:
 
     def _asked(self, holder: str, seconds: float, gone: str = "") -> list[str]:
         keys, milliseconds = self._keys, int(seconds * 1000)
-        words: list[Value] = [holder, gone or holder, self._epoch, milliseconds, LEASE_SECONDS_MAX * 1000]
+        words: list[Value] = [holder, gone, self._epoch, milliseconds, LEASE_SECONDS_MAX * 1000]
         return self._run(ACQUIRE, [keys.manifest, keys.epoch, keys.lease, keys.tape], words)
 
     def _run(self, script: str, keys: Sequence[str], arguments: Sequence[Value]) -> list[str]:

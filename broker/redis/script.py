@@ -32,8 +32,8 @@ end
 local function text(answer) return type(answer) == 'string' and answer or '' end
 """
 
-#: KEYS: manifest, epoch, lease, tape. ARGV: the merger, a merger that has ended, the last epoch of this merger, the
-#: length of the lease in milliseconds, the longest lease. Answers `gone`, or `held`, the uid and the holder, or
+#: KEYS: manifest, epoch, lease, tape. ARGV: the merger, one that has ended or nothing, the last epoch of this merger,
+#: the length of the lease in milliseconds, the longest lease. Answers `gone`, or `held`, the uid and the holder, or
 #: `taken`, the uid, the epoch and the instance of the server.
 ACQUIRE = (
     _COMMON

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from archipelago.broker.commits import START
+from archipelago.broker.commits import START, Renewal
 from archipelago.broker.errors import FencedError, RunExistsError, UnknownRunError, WireError
 from archipelago.broker.messages import Call, Counters, Evaluation, Marker, Note, Resume, Snapshot
 from archipelago.broker.transport import NOTES_EACH, NOTES_KEPT, REFUSALS_AMONG, STANDBY_SECONDS, Memory, Transport
@@ -129,13 +129,14 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
     new = newer.merger.acquire("second", 10.0)
     assert new is not None
     assert new > old
-    writes: list[Callable[[], None]] = [
+    writes: list[Callable[[], object]] = [
         lambda: transport.merger.commit(old, samples.commit([delivery.entry])),
         lambda: transport.merger.compact(old, placed, after_round=1),
         lambda: samples.refuse(transport, old, [(delivery.entry, REFUSAL)]),
         lambda: transport.merger.announce(old, Call(1, 0)),
         lambda: transport.merger.trim(old, [kept]),
         lambda: transport.merger.renew(old, "first", 10.0),
+        lambda: transport.merger.look(0.0, renewal=Renewal(old, "first", 10.0)),
         lambda: transport.merger.release(old),
     ]
     for write in writes:

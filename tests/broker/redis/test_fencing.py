@@ -23,6 +23,7 @@ from archipelago.broker.errors import (
 from archipelago.broker.messages import Call, Marker, Resume
 from archipelago.broker.ranges import RANGES_MAX
 from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.lease import EPOCH_MAX
 from archipelago.broker.redis.transport import RedisTransport
 from tests import samples
 from tests.broker.redis.stored_keys import Connect, chunk_keys
@@ -87,6 +88,17 @@ def test_a_lost_epoch_is_not_used_again(transport: RedisTransport, raw: Any, epo
         transport.merger.announce(epoch, Call(1, 0))
 
 
+def test_a_fence_ends_the_epoch_whatever_its_key_holds(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    transport.merger.lease.fence()
+    with pytest.raises(FencedError):
+        transport.merger.announce(epoch, Call(1, 0))
+    assert transport.merger.acquire("merger", 5.0) == epoch + 2
+    for damaged in ("x", "-7 merger", f"{EPOCH_MAX + 1} merger", " "):
+        raw.set(Keys(transport.run).epoch, damaged)
+        transport.merger.lease.fence()
+        assert raw.get(Keys(transport.run).epoch) == b"1 none", damaged
+
+
 def test_the_epochs_go_on_in_a_run_that_is_created_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
     """An older merger that is still alive stays fenced."""
     raw.delete(Keys(transport.run).manifest)
@@ -103,6 +115,8 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
     assert full is not None
     transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", after_round=0))
     placed = transport.merger.place(epoch, full)
+    with failing(BrokerError, code="broker.other-round"):
+        transport.merger.trim(epoch, [], after_round=3)
     monkeypatch.setattr(transport.merger.lease, "_instance", "another")
     writes: list[Callable[[], object]] = [
         lambda: transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1)),
