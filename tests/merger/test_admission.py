@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipelago.broker.commits import Delivery
+from archipelago.broker.commits import START, Delivery
 from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -18,7 +18,7 @@ from archipelago.broker.messages import Refusal
 from archipelago.broker.ranges import POSITIONS_MAX
 from archipelago.broker.transport import Transport
 from archipelago.merger import admission
-from archipelago.merger.admission import ANNOUNCED_MAX, WAITING_MAX, Inbox, reason_to_refuse
+from archipelago.merger.admission import ANNOUNCED_MAX, NAMELESS, NAMELESS_MAX, WAITING_MAX, Inbox, reason_to_refuse
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import READ_COUNT_MAX
 from archipelago.merger.state import RunState
@@ -69,6 +69,9 @@ def test_headers_are_judged_by_every_rule() -> None:
     ]
     for changes, closed, code in table:
         assert code_of(changes, closed) == code, changes
+    of_two = replace(MANIFEST, shards=2)
+    codes = [code_of({}, manifest=of_two.of_shard(shard)) for shard in (0, 1)]
+    assert sorted(codes) == ["", "fragment"], "one of the shards has the fragment"
 
 
 def test_reasons_quote_only_a_part_of_a_hostile_header() -> None:
@@ -157,6 +160,16 @@ def test_a_flood_of_refusals_hides_no_announcements_and_delays_no_round() -> Non
     assert run.transport.reader.backlog() > 0, "the round has waited until the flood was over"
     merger.turn(0.0)
     assert len(run.events(Refusal)) == ANNOUNCED_MAX + READ_COUNT_MAX, "after the round, refusals are announced again"
+
+
+def test_entries_that_name_no_contribution_are_refused_and_few_are_announced() -> None:
+    transport, epoch, rules = begun()
+    state, inbox = RunState(), Inbox(transport, rules)
+    deliveries = [Delivery(f"a/{n}-0", None, fault="it cannot be read") for n in range(NAMELESS_MAX + 2)]
+    assert not list(inbox.receive(deliveries, state, epoch))
+    assert state.refused == {"unreadable": NAMELESS_MAX + 2}
+    told = [event for _, event in transport.reader.events(START, 0.0) if isinstance(event, Refusal)]
+    assert [(each.island, each.incarnation) for each in told] == [("a", NAMELESS)] * NAMELESS_MAX
 
 
 def test_one_island_cannot_fill_the_room_of_a_round() -> None:

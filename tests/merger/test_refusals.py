@@ -100,6 +100,22 @@ def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFix
     assert merger.state.seen["a/x"] == Sequences(len(BAD) + 1, round=1), "refusals do not make the state grow"
 
 
+def test_a_repeat_is_refused_while_the_first_copy_waits_and_after_its_merge() -> None:
+    run, merger = served_run(quorum=2)
+    run.live("a", "b")
+    for _ in range(2):
+        run.send("a", 1, GOOD, sequence=0)
+    assert not merger.turn(0.0)
+    run.send("b", 1, GOOD)
+    assert merger.turn(0.0)
+    run.send("a", 1, GOOD, sequence=0, base=0)
+    merger.turn(0.0)
+    assert [(refusal.repeat, refusal.decided) for refusal in run.events(Refusal)] == [(True, False), (True, True)]
+    assert sorted(run.merged()) == [("a", "x", 0), ("b", "x", 0)]
+    assert run.transport.reader.counters().bytes_up == sum(sent.bytes for sent, _ in run.sent)
+    run.balance()
+
+
 def test_a_refused_forgery_uses_up_no_sequence_number() -> None:
     """A client that knows the password can write into an island's stream, with its next numbers."""
     run, merger = served_run(quorum=1)
