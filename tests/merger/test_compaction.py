@@ -211,6 +211,9 @@ def test_a_full_state_that_an_island_cannot_read_is_written_again_at_intervals()
     assert report(0) == [1, 0]
     run.clock.now += IDLE_SECONDS / 2
     assert report(0) == [2, 0]
+    merger.compactor.want({1}, run.clock.now + IDLE_SECONDS)
+    merger.load()
+    assert report(0) == [2, 1], "a load forgets no report"
 
 
 # -- when one is due -------------------------------------------------------------------------------------------------
