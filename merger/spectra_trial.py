@@ -65,11 +65,8 @@ def _ways() -> Iterator[tuple[str, Power]]:
 
 
 def _by_torch() -> Power:
-    import torch
-
     from archipelago.merger.torch_spectra import power
 
-    torch.set_num_threads(1)
     power(np.ones((1, 1), np.float32), 0.0)  # raises where this PyTorch has no product of int8
     return power
 

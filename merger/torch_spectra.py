@@ -20,7 +20,7 @@ _ROUNDED_ROWS: Final = 32
 
 
 def power(matrix_RC: Matrix, exponent: float) -> Matrix:
-    """Do what `with_power` does. PyTorch must have one thread, because `in_rows` shares the work."""
+    """Do what `with_power` does. PyTorch has one thread in this process from then on."""
     return with_power(matrix_RC, exponent, TorchProducts())
 
 
@@ -37,6 +37,7 @@ class TorchProducts(Products):
 
 def _product(left_AK: Array, other_high_KB: torch.Tensor, other_low_KB: torch.Tensor, rows: slice) -> Matrix:
     """Return these rows of a product. The public function for it has no result in int32."""
+    torch.set_num_threads(1)  # of this thread: `in_rows` shares the work, and OpenMP would start a team for each
     high_AK, low_AK = _bytes(left_AK[rows])
     products = []
     for start in range(0, left_AK.shape[1], _TERMS_MAX):

@@ -168,6 +168,25 @@ def test_each_way_comes_to_the_bits_of_numpy(power: Power, exponent: float) -> N
         assert np.array_equal(found.view(np.uint32), expected.view(np.uint32)), exponent
 
 
+def test_no_thread_that_multiplies_starts_others() -> None:
+    torch = required("torch")
+    before, found = torch.get_num_threads(), list[int]()
+    integers_AK = np.ones((1, 1), np.int16)
+
+    def multiply() -> None:
+        required("archipelago.merger.torch_spectra").TorchProducts().product(integers_AK, integers_AK, axis=0)
+        found.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    try:
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1]
+
+
 def test_the_first_way_that_is_better_than_numpy_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
