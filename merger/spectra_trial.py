@@ -65,9 +65,12 @@ def _ways() -> Iterator[tuple[str, Power]]:
 
 
 def _by_torch() -> Power:
-    from archipelago.merger.torch_spectra import power
+    from archipelago.merger.torch_spectra import TorchProducts, power
 
-    power(np.ones((1, 1), np.float32), 0.0)  # raises where this PyTorch has no product of int8
+    largest = np.full((64, 64), 127, np.int16)
+    sums = TorchProducts().product(largest, largest, axis=0)  # raises where this PyTorch has no product of int8
+    if sums.min() != 64 * 127**2:
+        raise ArithmeticError("its sums of products overflow on this processor, which has no VNNI")
     return power
 
 
