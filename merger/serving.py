@@ -92,7 +92,8 @@ def serve(
             except (BrokerError, WireError) as error:  # an outage, damage, or another merger that serves now
                 # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in
                 # flight.
-                merger.epoch, outage = 0, error.what if is_outage(error) else ""
+                was_serving = bool(merger.epoch or outage)  # until the outage
+                merger.epoch, outage = 0, error.what if was_serving and is_outage(error) else ""
                 pause(troubles.seconds(error))
         if merger.epoch:
             last = merger.manifest.described(merger.state.closed)

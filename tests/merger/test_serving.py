@@ -18,7 +18,7 @@ from archipelago.broker.redis.keys import is_name
 from archipelago.merger import serving
 from archipelago.merger.admission import WITHDRAWN_MAX
 from archipelago.merger.service import LEASE_SECONDS, Merger
-from archipelago.merger.serving import has_ended_here, merger_name, numbering, serve
+from archipelago.merger.serving import ANNOUNCE_SECONDS, has_ended_here, merger_name, numbering, serve
 from archipelago.merger.state import RunState
 from tests.conftest import Until
 from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant, logged_codes
@@ -115,6 +115,25 @@ def test_a_merger_that_ends_in_an_outage_says_that_it_takes_no_last_checkpoint(
     merger = run.idle_merger(transport=run.faulty(before=fail), store=Shelf())
     serve(merger, lambda: bool(run.merged()) and next(left) == 0, lambda seconds: None)
     assert logged_codes(caplog) == codes
+
+
+def test_a_merger_that_has_handed_over_misses_no_last_checkpoint_in_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    run, pauses = MergerRun(), list[float]()
+    run.live("a")
+    run.send("a", 1, constant(1.0))
+
+    def fail(name: str, *_: object) -> None:
+        if pauses:
+            raise UnreachableError("it is away")
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        run.clock.now += ANNOUNCE_SECONDS
+
+    merger = run.idle_merger(transport=run.faulty(before=fail), store=Shelf())
+    serve(merger, lambda: len(pauses) == 2, pause, lambda: not run.merged(), lambda: bool(run.merged()))
+    assert merger.lacks_checkpoint()
+    assert logged_codes(caplog) == ["broker.unreachable"]
 
 
 # -- the end of a run ------------------------------------------------------------------------------------------------
