@@ -44,7 +44,7 @@ DIGITS_MAX = 64 * 40
 STANDBYS_SECONDS = 60
 #: How long one command waits for entries. Streams of islands that are new since then are read by the next command.
 NEW_ISLANDS_SECONDS = 0.25
-#: How often a run is looked at where no command waits for entries.
+#: How long fakeredis is not asked again.
 POLL_SECONDS = 0.01
 
 
@@ -123,9 +123,9 @@ class RedisMerger:
             self._names.all()
         if new := [name for name in self._names.known if name not in names] if around else []:
             presences = [*(presences or []), *self._reader.presences_of(new)]
-        if not deliveries and not (is_read and self._connection.has_info):
+        if not (deliveries or new or (is_read and self._connection.has_info)):
             # No command waits without a stream, and fakeredis would block its whole pipeline.
-            time.sleep(min(max(block_seconds, 0.0), POLL_SECONDS))
+            time.sleep(max(0.0, block_seconds if self._connection.has_info else min(block_seconds, POLL_SECONDS)))
         return Seen(deliveries, control, presences)
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,17 @@ def test_an_idle_turn_takes_one_round_trip(
     assert trips() - before == 1
     assert [each.heartbeat.island for each in seen.presences or ()] == ["a"]
     assert raw.pttl(Keys(transport.run).lease) > 900_000
+
+
+def test_a_turn_without_islands_waits_like_any_other_and_ends_when_the_first_one_comes(
+    transport: RedisTransport, epoch: int, connections: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[float]()
+    monkeypatch.setattr("archipelago.broker.redis.merger.time", SimpleNamespace(sleep=waits.append))
+    assert transport.merger.look(0.25, around=True).presences == []
+    connections().island.heartbeat(samples.heartbeat("a"))
+    assert transport.merger.look(0.25, around=True).presences
+    assert waits == [0.25]
 
 
 def test_a_write_sends_what_has_changed_of_a_large_state(transport: RedisTransport, raw: Any, epoch: int) -> None:
