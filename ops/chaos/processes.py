@@ -209,19 +209,24 @@ class RunProcesses(FaultInjector):
         return self._turn_logs / f"{name}.jsonl"
 
     def is_well(self) -> bool:
-        """Return whether no fault is left, and a round has closed and all islands have trained since the last event.
+        """Return whether no fault is left, all islands train, and a round has closed since the last event.
 
-        A script's heartbeats say that it trains as soon as it has joined, while it may compile its first step.
+        A script's heartbeats say that it trains as soon as it has joined, while it may compile its first step. Its
+        turns go on while it has not reached Redis again. So both count.
         """
         if self.is_busy:
             return False
         try:
             newest = self.transport.reader.tape(1)
+            training = {p.heartbeat.island for p in self.transport.reader.presences() if p.is_training}
         except BrokerError:
             return False
         last = max(event.at for event in self.events)
-        turns = (read_turn_log(self.turn_log(island.name)) for island in self.islands)
-        return bool(newest) and monotonic(newest[-1]) > last and all(each and each[-1].at > last for each in turns)
+        has_closed = bool(newest) and monotonic(newest[-1]) > last
+        return has_closed and all(
+            island.name in training and (turns := read_turn_log(self.turn_log(island.name))) and turns[-1].at > last
+            for island in self.islands
+        )
 
     def end_faults(self) -> None:
         """Undo all active faults and start Redis and the merger again. Dead islands stay dead."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ import pytest
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.messages import Counters
+from archipelago.broker.presence import Presence
 from archipelago.ops.chaos import baseline
 from archipelago.ops.chaos import main as chaos
 from archipelago.ops.chaos.figures import Figures
@@ -261,12 +263,14 @@ def test_the_folder_of_a_storm_that_still_runs_is_left_alone(
     assert main(ChaosOptions(undisturbed=False)) == 0
 
 
-def test_a_storm_waits_until_each_island_has_made_a_turn(tmp_path: Path) -> None:
+def test_a_storm_waits_until_each_island_has_made_a_turn_and_reaches_redis(tmp_path: Path) -> None:
     began, log = time.monotonic() - 9.0, tmp_path / "a.jsonl"
     entry = replace(samples.commit([]).tape, unix_seconds=time.time())
     processes = Mock(is_busy=False, events=[ProcessEvent(began, "a", "start")], turn_log=lambda name: log)
-    processes.islands, processes.transport.reader.tape.return_value = [Mock()], [entry]
-    for at, is_well in ((None, False), (began - 1.0, False), (began + 1.0, True)):
+    processes.islands, reader = [SimpleNamespace(name="a")], processes.transport.reader
+    reader.tape.return_value = [entry]
+    for at, silent, is_well in ((None, 0, False), (began - 1, 0, False), (began + 1, 0, True), (began + 1, 99, False)):
+        reader.presences.return_value = [Presence(samples.heartbeat("a"), silent)]
         if at is not None:
             log.write_text(json.dumps({"at": at, "who": "x", "steps": 1}) + "\n")
         assert RunProcesses.is_well(processes) is is_well
