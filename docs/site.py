@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages beside `docs`, such as CONTRIBUTING.md, join the site, and guides come first in its search."""
+"""Hooks of mkdocs: pages beside `docs` join the site, guides come first in its search, and flags stay on one line."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = page.file.src_uri.partition("/")[0]
     page.meta["search"] = {"boost": {"guide": 4, "reference": 2}.get(folder, 0.1)}
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep a word of code such as --resume on one line: a browser ends lines after hyphens. A long word may break."""
+
+    def kept(code: re.Match[str]) -> str:
+        return re.sub(r"(?<!\S)(?=\S*-)\S{1,30}(?!\S)", r'<span class="word">\g<0></span>', code[0])
+
+    return re.sub("(?<=<code>)[^<]+(?=</code>)", kept, html)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tests of the pages that `docs/generate.py` writes."""
+"""Tests of the pages that `docs/generate.py` writes, and of their form on the site."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from archipelago.broker.failpoints import FAILPOINTS
 from archipelago.islands.models.llama import DENSE
 from archipelago.islands.models.registry import MODELS
 from docs.generate import FOLDER, PAGES, RECORDED, ROOT
+from docs.site import on_page_content
 
 #: Texts with the form of a code: modules, tensors and a file of the system.
 OTHERS = {"broker.config", "broker.errors", "norm.scale", "optimizer.state", "cpu.max"}
@@ -47,3 +48,8 @@ def test_the_table_of_models_has_their_sizes_and_rates() -> None:
     assert {name: float(row[-1]) for name, row in rows.items()} == {n: m.learning_rate for n, m in MODELS.items()}
     for name, size in DENSE.items():
         assert rows[name][:4] == [str(each) for each in (size.width, size.layers, size.heads, size.hidden)]
+
+
+def test_a_line_of_the_site_does_not_end_inside_a_flag() -> None:
+    page = f"<p>a-b <code>up --one-process &lt;a&gt;</code> <code>{'long-' * 9}</code></p><code class='x'>--json</code>"
+    assert on_page_content(page) == page.replace("--one-process", '<span class="word">--one-process</span>')
