@@ -155,7 +155,7 @@ def verbs_page() -> str:
             meaning = re.sub(r"\bdocs/(guide/([\w-]+)\.md(#[\w-]+)?)", r"[\2](../\1)", told[field.name])
             page += row(f"`{flag.upper() if is_positional else '--' + flag}`", default_of(field), meaning)
         examples = examples_of(f"archipelago {words}").items()
-        page += "".join(["\n```text\n", *(f"$ {line}\n    {what}\n" for line, what in examples), "```\n"])
+        page += "".join(["\n```console\n", *(f"$ {line}\n    {what}\n" for line, what in examples), "```\n"])
     return page
 
 

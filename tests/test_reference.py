@@ -53,3 +53,8 @@ def test_the_table_of_models_has_their_sizes_and_rates() -> None:
 def test_a_line_of_the_site_does_not_end_inside_a_flag() -> None:
     page = f"<p>a-b <code>up --one-process &lt;a&gt;</code> <code>{'long-' * 9}</code></p><code class='x'>--json</code>"
     assert on_page_content(page) == page.replace("--one-process", '<span class="word">--one-process</span>')
+
+
+def test_examples_of_verbs_are_blocks_that_are_copied_without_prompts() -> None:
+    blocks = re.findall(r"```(\w*)\n\$ archipelago", PAGES["reference/verbs.md"]())
+    assert set(blocks) == {"console"}
