@@ -187,8 +187,20 @@ class RunProcesses(FaultInjector):
             if not worker.started:
                 self.start(worker)
         await_ready(self, {worker.name: partial(self._is_ready, worker.name) for worker in workers})
+        self._require_names()
         self.standbys.start()
         await_ready(self, {"a standby": self.standbys.are_ready})
+
+    def _require_names(self) -> None:
+        """Raise ConfigError (`chaos.name`) if a script ignores the names of its islands, by which a storm counts."""
+        own = {turn.who: name for name in self.plan.islands for turn in read_turn_log(self.turn_log(name))}
+        for beat in (presence.heartbeat for presence in self.transport.reader.presences()):
+            if beat.island != (name := own.get(beat.incarnation, beat.island)):
+                raise ConfigError(
+                    f"the script got the name {name}, and its island has the name {beat.island}",
+                    "Give `join` or the callback the name that the script gets, such as island=sys.argv[1].",
+                    code="chaos.name",
+                )
 
     def _is_ready(self, name: str) -> bool:
         """Return whether that island has made a turn of its loop. Mergers are ready once every shard is served."""
@@ -218,13 +230,13 @@ class RunProcesses(FaultInjector):
             return False
         try:
             newest = self.transport.reader.tape(1)
-            training = {p.heartbeat.island for p in self.transport.reader.presences() if p.is_training}
+            training = {p.heartbeat.incarnation for p in self.transport.reader.presences() if p.is_training}
         except BrokerError:
             return False
         last = max(event.at for event in self.events)
         has_closed = bool(newest) and monotonic(newest[-1]) > last
         return has_closed and all(
-            island.name in training and (turns := read_turn_log(self.turn_log(island.name))) and turns[-1].at > last
+            (turns := read_turn_log(self.turn_log(island.name))) and turns[-1].at > last and turns[-1].who in training
             for island in self.islands
         )
 

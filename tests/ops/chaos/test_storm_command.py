@@ -276,6 +276,19 @@ def test_a_storm_waits_until_each_island_has_made_a_turn_and_reaches_redis(tmp_p
         assert RunProcesses.is_well(processes) is is_well
 
 
+def test_a_script_that_ignores_the_names_of_its_islands_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "a.jsonl"
+    log.write_text(json.dumps({"at": 1.0, "who": "x", "steps": 1}) + "\n")
+    processes = Mock(turn_log=lambda name: log)
+    processes.plan.islands = ["a"]
+    for others in ([samples.heartbeat("b", incarnation="y")], [samples.heartbeat("a")]):
+        processes.transport.reader.presences.return_value = [Presence(each, 0) for each in others]
+        RunProcesses._require_names(processes)
+    processes.transport.reader.presences.return_value = [Presence(samples.heartbeat("vm-1"), 0)]
+    with failing(ConfigError, "chaos.name"):
+        RunProcesses._require_names(processes)
+
+
 def test_a_truncated_line_of_a_turn_log_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     assert read_turn_log(path) == []
