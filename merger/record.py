@@ -112,7 +112,7 @@ def read(folder: Path) -> Record:
     if not (folder / _BEGIN).is_file():
         raise ConfigError(
             f"there is no record of a run in {folder}",
-            "Only runs that were started with --record can be replayed; name their folder with --folder.",
+            "Only a run that was created with --record can be replayed. Name it, or its folder, such as runs/demo.",
             code="record.missing",
         )
     try:
