@@ -32,7 +32,7 @@ from archipelago.islands.mesh import MeshShape
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.chaos import main as chaos
 from archipelago.ops.commands import parse
-from archipelago.ops.launch import devices, up
+from archipelago.ops.launch import devices, local_run, up
 from archipelago.ops.launch.devices import Accelerators, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.init import InitOptions, create, tell_of_memory
@@ -41,6 +41,7 @@ from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.settings import flags
 from archipelago.ops.watch.reading import Watcher
+from archipelago.ops.watch.state_line import StateLine
 from tests import samples
 from tests.failing import failing
 from tests.small import SMALL
@@ -278,6 +279,17 @@ def test_processes_on_one_accelerator_share_its_memory(monkeypatch: pytest.Monke
     assert [each["XLA_PYTHON_CLIENT_PREALLOCATE"] for each in found] == ["false", "false", "true", "true", "false"]
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in shares.environment(0), "JAX refuses both names"
+
+
+def test_up_without_a_terminal_leaves_out_the_problem_of_the_line_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter([StateLine("training", "warn", share, about="run.few-syncs run") for share in (0.5, 0.5, 0.6)])
+    known_each = list[str]()
+    monkeypatch.setattr(local_run, "state_line", lambda *_: next(states))
+    monkeypatch.setattr(local_run, "line", lambda *_, known: known_each.append(known))
+    monkeypatch.setattr(local_run, "POLL_SECONDS", 0)
+    running = Mock(redis=None, **{"stopped.side_effect": [False, False, False, True], "standbys.tend.return_value": []})
+    LocalRun._watch(running, [])
+    assert known_each == ["", "run.few-syncs run"]
 
 
 def test_a_launcher_leaves_the_memory_of_an_accelerator_to_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
