@@ -1,9 +1,11 @@
-"""The shape of a mesh of devices, as `--mesh` gives it. This module does not import JAX."""
+"""The devices that JAX finds, and the shape of a mesh of them, as `--mesh` gives it. Only the first loads JAX."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from archipelago.broker.errors import ConfigError
 
@@ -41,6 +43,21 @@ class MeshShape:
     def __str__(self) -> str:
         """Return the shape as `--mesh` takes it."""
         return ",".join(f"{axis}={size}" for axis, size in self.sizes().items() if size > 1) or "data=1"
+
+
+def usable_devices() -> list[Any]:
+    """Return the devices of all connected processes. Raise ConfigError (`devices.broken`) if JAX cannot start."""
+    try:
+        import jax
+
+        return jax.devices()
+    except Exception as error:  # noqa: BLE001 - drivers fail with errors of any type
+        asked = f" with JAX_PLATFORMS={asked}" if (asked := os.environ.get("JAX_PLATFORMS")) else ""
+        raise ConfigError(
+            f"JAX cannot start{asked} ({' '.join((str(error) or type(error).__name__).split())[:200]})",
+            "Repair the driver, or set JAX_PLATFORMS=cpu.",
+            code="devices.broken",
+        ) from None
 
 
 def parsed(text: str) -> MeshShape:

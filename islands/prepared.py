@@ -16,7 +16,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import Patience, compiled_once
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.inner import require_divisible
-from archipelago.islands.mesh import MeshShape, parsed
+from archipelago.islands.mesh import MeshShape, parsed, usable_devices
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions
 from archipelago.islands.placement import Placement, placement_of
@@ -115,7 +115,7 @@ def own_placement(options: IslandOptions, manifest: Manifest) -> Placement | Non
     if not manifest.task:
         require_divisible(own, parts)
     batch_size = 0 if manifest.task else own // parts  # a task has its own
-    placement = placement_of(shape, manifest, batch_size, jax.devices())
+    placement = placement_of(shape, manifest, batch_size, usable_devices())
     if jax.process_count() > 1 and (placement is None or placement.shape.devices < jax.device_count()):
         raise ConfigError(
             f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.mesh import MeshShape, require_present
+from archipelago.islands.mesh import MeshShape, require_present, usable_devices
 
 #: The packages that bring JAX an accelerator. Without one of them, JAX computes on the processor.
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin", "libtpu")
@@ -97,9 +97,7 @@ def leave_to_children(platform: str = "") -> None:
     is_given = _PREALLOCATE in os.environ
     os.environ.setdefault(_PREALLOCATE, "false")
     try:
-        import jax
-
-        jax.devices()
+        usable_devices()
     finally:
         if not is_given:
             del os.environ[_PREALLOCATE]

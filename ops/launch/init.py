@@ -26,6 +26,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
+from archipelago.islands.mesh import usable_devices
 from archipelago.islands.user_loop.new_run import require_no_islands
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.simulation.cycle import footprint_here
@@ -180,8 +181,10 @@ def workload_of(config: RunConfig, task: str | None, weights: Path | None = None
 
     Raises:
         ConfigError: The model is not known, or the task is wrong. The code names the part.
+        ConfigError: JAX cannot start (`devices.broken`).
         DataError: The corpus is missing or too small, or the weights do not fit the model.
     """
+    usable_devices()
     from archipelago.islands.data.batches import Batches, held_out
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.tasks.ours import fitted, our_work

@@ -34,6 +34,7 @@ from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
 from archipelago.broker.transport import refusal
+from archipelago.islands.mesh import usable_devices
 from archipelago.ops.simulation.cycle import SpectraWay, footprint_here, spectra_loads
 from archipelago.ops.watch.doctor import server as checks
 from archipelago.ops.watch.doctor.server import Finding, ok, problem, warning
@@ -304,15 +305,9 @@ def corpus(wanted: Corpus) -> Finding:
 def accelerators() -> Finding:
     """List the devices that JAX finds. Loading JAX takes seconds."""
     try:
-        import jax
-
-        devices = jax.devices()
-    except Exception as error:  # noqa: BLE001 - any error of a driver is the finding
-        return problem(
-            "devices.broken",
-            f"JAX cannot start ({' '.join(str(error).split())[:200]}).",
-            "Repair the driver, or set JAX_PLATFORMS=cpu.",
-        )
+        devices = usable_devices()
+    except ConfigError as error:
+        return problem(error.code, f"{error.what}.", error.remedy)
     kinds: dict[str, int] = {}
     for device in devices:
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1

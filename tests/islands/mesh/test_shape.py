@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from archipelago.broker.config import ModelConfig
+import pytest
+
+from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.main import IslandOptions
@@ -10,6 +12,8 @@ from archipelago.islands.main import main as island
 from archipelago.islands.mesh import MeshShape, by_default, parsed, require_divided, require_present
 from archipelago.islands.models.registry import build
 from archipelago.islands.placement import axes_of, specs
+from archipelago.ops.launch.devices import leave_to_children
+from archipelago.ops.launch.init import workload_of
 from tests.failing import failing
 
 
@@ -21,6 +25,17 @@ def test_a_mesh_is_read_and_written() -> None:
     ):
         assert parsed(text) == shape
         assert parsed(str(shape)) == shape
+
+
+def test_a_driver_that_fails_ends_whatever_trains_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("jax.devices", devices)
+    for call in (leave_to_children, lambda: workload_of(RunConfig(), None)):
+        with failing(ConfigError, "devices.broken") as caught:
+            call()
+        assert "(AssertionError)" in caught.value.what
 
 
 def test_other_texts_are_refused_before_anything_loads() -> None:
