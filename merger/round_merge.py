@@ -170,11 +170,8 @@ class RoundMerge:
         """
         config = control.steered(self.manifest.config, state.steered)
         version = of.version - 1  # what the contributions meet
-        series, whole = series_of(addends), list[Addend]()
-        for each in series:
-            if self.spectra is not None:
-                self.spectra.between()  # sums of large fragments take longer than a merger's lease
-            whole.append(summed(each, self.groups[of.fragment]))
+        series = series_of(addends)
+        whole = [summed(each, self.groups[of.fragment]) for each in series]
         headers = [addend.contribution for addend in whole]
         run_step = state.step + self.manifest.stride  # rounds follow each other by strides of the fastest
         return merge_round(
@@ -286,9 +283,7 @@ def merge_round(
     relative = [
         weight / largest for weight in final
     ]  # no sum of them overflows, and a contribution alone keeps its bits
-    for place, (addend, one, weight, clip) in enumerate(zip(addends, sent, relative, clips, strict=True)):
-        if spectra is not None and place:
-            spectra.between()  # many large contributions take longer than a merger's lease
+    for addend, one, weight, clip in zip(addends, sent, relative, clips, strict=True):
         if weight:
             acc = merge_rules.accumulate(acc, addend.body, groups, addend.norms, weight=weight, clip=clip)
             norms = weights.with_norm(norms, one.norm * clip)

@@ -111,7 +111,7 @@ class Merger:
         self.fragments: dict[int, FragmentState] = {}
         self.snapshots: dict[int, Snapshot] = {}
         self.live: frozenset[str] = frozenset()
-        self.spectra = Spectra(self._renew, clock, faster)
+        self.spectra = Spectra(clock, faster)
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         self.liveness = Liveness()
@@ -133,7 +133,7 @@ class Merger:
         self.has_served = False
         #: How long this merger has worked since the last round, without the turn in which it works since `_began_at`.
         self._busy_seconds = self._began_at = 0.0
-        self._commits = executor("commit", 1)
+        self._merges, self._commits = executor("merge", 1), executor("commit", 1)
         self._under_way: UnderWay | None = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -303,7 +303,8 @@ class Merger:
         steered = "" if after.steered == settings else changes_text(self.config, after.steered, settings)
         after.steered = settings
         addends = self.inbox.take(p)
-        merged = self.rules.close(self.fragments[p], after, addends, len(self.live), close)
+        merging = partial(self.rules.close, self.fragments[p], after, addends, len(self.live), close)
+        merged = beside(self._merges, merging, self._renew)  # it may take longer than the lease
         merged_at, spectra_seconds = self.clock(), self.spectra.seconds - spectra_seconds
         self._settle()  # the round before, whose commit was under way meanwhile
         after.timing = before.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)

@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.machine import usable_cores
-from archipelago.merger.executor import BETWEEN_SECONDS
 
 Matrix = NDArray[np.float32]
 Wide = NDArray[np.float64]
@@ -321,8 +320,6 @@ class Spectra:
     """Shares matrices among threads (`default_threads`).
 
     Args:
-        between: Called on the calling thread every BETWEEN_SECONDS, because large matrices may take longer than a
-            merger's lease. What it raises ends the change.
         clock: Seconds of a monotonic clock.
         faster: Returns what changes large matrices, to the same bits, if there is something faster than numpy.
 
@@ -332,12 +329,11 @@ class Spectra:
 
     def __init__(
         self,
-        between: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         faster: Callable[[], Power | None] = by_fastest,
     ) -> None:
         self.seconds = 0.0
-        self.between, self._clock, self._faster = between, clock, faster
+        self._clock, self._faster = clock, faster
         self._threads = default_threads()
 
     def change(self, work: Work, matrices: Sequence[tuple[Matrix, float]]) -> None:
@@ -346,12 +342,8 @@ class Spectra:
         pool = ThreadPoolExecutor(self._threads, "spectrum")
         try:
             dearest = sorted(matrices, key=lambda each: -operations(each[0].shape, each[1]))
-            running = {pool.submit(work, *each, self._power) for each in dearest}
-            while running:
-                done, running = wait(running, BETWEEN_SECONDS, FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                self.between()
+            for future in [pool.submit(work, *each, self._power) for each in dearest]:
+                future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self.seconds += self._clock() - began

@@ -15,8 +15,8 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Snapshot
 from archipelago.broker.shards.reader import Spawn
 from archipelago.broker.wire import digest
-from archipelago.merger import spectra
-from archipelago.merger.executor import at_once
+from archipelago.merger import executor, merge_rules, round_merge
+from archipelago.merger.executor import at_once, in_background
 from archipelago.merger.merge_rules import NORM_MAX
 from archipelago.merger.round_merge import Addend
 from archipelago.merger.service import LEASE_SECONDS
@@ -210,24 +210,26 @@ def test_a_merger_takes_up_a_run_however_fast_an_island_sends() -> None:
     assert merger.turn(0.0)
 
 
-def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
-    """The spectra of a large fragment take longer than a lease. Another thread changes them meanwhile."""
+@pytest.mark.parametrize("part", ["accumulate", "finish", "outer_step", "publish"])
+def test_a_long_merge_renews_the_lease(part: str, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    """Each part of the merge of a large fragment may take longer than a lease."""
     run = MergerRun(ISOTROPIC)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(spectra, "BETWEEN_SECONDS", 0.001)
-    first = run.merger("first")
-    gram, epoch, slept = spectra.Products.gram, first.epoch, 0
+    monkeypatch.setattr(executor, "BETWEEN_SECONDS", 0.001)
+    first = run.merger("first", executor=in_background)
+    owner = round_merge if hasattr(round_merge, part) else merge_rules
+    fast, epoch, slept = getattr(owner, part), first.epoch, 0
 
-    def slow(*factors: Any) -> Any:
+    def slow(*args: Any, **settings: Any) -> Any:
         nonlocal slept
-        run.clock.now += LEASE_SECONDS / 3
-        slept += 1
-        until(lambda: run.clock.now - first._renewed_at < LEASE_SECONDS / 3, "the lease to be renewed")
-        return gram(*factors)
+        for _ in range(4):
+            run.clock.now += LEASE_SECONDS / 3
+            slept += 1
+            until(lambda: run.clock.now - first._renewed_at < LEASE_SECONDS / 3, "the lease to be renewed")
+        return fast(*args, **settings)
 
-    monkeypatch.setattr(spectra.Products, "gram", slow)
-    run.play(first, 1, 2)
-    assert slept > 6, "the merge took at least two leases"
+    monkeypatch.setattr(owner, part, slow)
+    run.play(first, 1)
+    assert slept >= 4, "the merge took longer than a lease"
     assert not run.idle_merger("second").acquire()
     assert first.epoch == epoch
 
