@@ -6,7 +6,7 @@ tensor. All arrays are float32, and subnormal numbers (below 1.2e-38) count as z
 a machine with an accelerator. A fragment compiles once per codec, whatever the number of its contributions.
 
 To add a rule, write its three functions, register them in MERGE_RULES, and add the name to `MergeConfig`. Which rule
-merges which tensor is decided in `merger.spectra`.
+merges which tensor is decided in `merger.weights`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from archipelago.broker.machine import usable_cores
 
 Matrix = NDArray[np.float32]
-Wide = NDArray[np.float64]
 #: An array of numpy or of JAX.
 Array = Any
 #: What an iteration changes.

@@ -133,7 +133,7 @@ def _five_digits(value: float) -> float:
 
 # -- the newest page and charts of each run ----------------------------------------------------------------------------
 
-#: A run that nobody has looked at for this long is not read any more once somebody opens another one.
+#: The page reads a run for this long after somebody has looked at it. Then it stops when another one is opened.
 IDLE_SECONDS = 120.0
 CHARTS_SECONDS = 2.0
 #: How often a run that cannot be read is looked for at another address. A run that was made again has another one.
