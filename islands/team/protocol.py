@@ -28,7 +28,7 @@ from archipelago.broker.process import FAILED, OUTAGE
 #: The code of the error that another process cannot train.
 OTHER_FAILED = "hosts.failed"
 #: The leader says so when the others do not come to it for this long, as where only the leader calls `sync`.
-LATE_SECONDS = 60.0
+LONG_WAIT_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Team(ABC):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Say so in the log if the others keep the leader waiting."""
-        late = threading.Timer(LATE_SECONDS, _tell_of_others)
+        late = threading.Timer(LONG_WAIT_SECONDS, _tell_of_others)
         late.daemon = True
         if self.leads:
             late.start()
@@ -191,7 +191,7 @@ class Team(ABC):
 def _tell_of_others() -> None:
     log.warning(
         "rank 0 has waited %g s for the other processes of this island. All of them must call `join` and `sync`, at "
-        "the same steps, and `create` if the model is split", LATE_SECONDS, extra={"code": "loop.waits"},
+        "the same steps, and `create` if the model is split", LONG_WAIT_SECONDS, extra={"code": "loop.waits"},
     )  # fmt: skip
 
 

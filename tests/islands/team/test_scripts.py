@@ -52,7 +52,7 @@ class Alone(Signalled):
 def test_a_leader_says_when_the_others_do_not_come(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, until: Until
 ) -> None:
-    monkeypatch.setattr(protocol, "LATE_SECONDS", 0.01)
+    monkeypatch.setattr(protocol, "LONG_WAIT_SECONDS", 0.01)
     team = Alone(lambda: until(lambda: caplog.records, "a warning"))
     for call in (lambda: team.is_same("join"), lambda: team.exchange(Said()), lambda: team.tell(Work.ADOPT)):
         caplog.clear()
